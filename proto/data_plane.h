@@ -1,0 +1,35 @@
+#ifndef OKV_PROTO_DATA_PLANE_H_
+#define OKV_PROTO_DATA_PLANE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace okv {
+
+// Two processes talk when the majors are equal and the minors differ by at most one; otherwise the
+// answer is FAILED_PRECONDITION naming both versions.
+inline constexpr uint32_t kProtocolMajor = 1;
+inline constexpr uint32_t kProtocolMinor = 0;
+constexpr bool ProtocolCompatible(uint32_t major, uint32_t minor) {
+  return major == kProtocolMajor && minor <= kProtocolMinor + 1 && kProtocolMinor <= minor + 1;
+}
+
+// Active-message ids, one per message of data_plane.proto. On the wire: never renumber.
+enum class MessageType : uint16_t {
+  kHello = 1,
+  kHelloReply = 2,
+  kFetchRequest = 3,
+  kObjectDelivery = 4,  // Bulk.
+  kObjectFailure = 5,
+  kPutOffer = 6,  // Bulk.
+  kPutReply = 7,
+};
+inline constexpr uint16_t kMessageTypeMax = 7;
+
+inline constexpr uint32_t kObjectsPerFetchMax = 4096;
+// A control message: 4,096 objects x about 42 B fit four times.
+inline constexpr size_t kMessageBytesMax = size_t{1} << 20;
+
+}  // namespace okv
+
+#endif  // OKV_PROTO_DATA_PLANE_H_

@@ -1,0 +1,113 @@
+#ifndef OKV_PROTO_FIELDS_H_
+#define OKV_PROTO_FIELDS_H_
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace okv {
+
+// The byte encoding under every identity (page_layout.md, "Fields"): (tag u8, length u32 LE, bytes).
+// Lengths make it unambiguous, tags keep two kinds of one content apart.
+
+inline void AppendU32(std::string* out, uint32_t value) {
+  for (int shift = 0; shift < 32; shift += 8) out->push_back(static_cast<char>(value >> shift));
+}
+inline void AppendU64(std::string* out, uint64_t value) {
+  AppendU32(out, static_cast<uint32_t>(value));
+  AppendU32(out, static_cast<uint32_t>(value >> 32));
+}
+
+// Writes fields. Thread-compatible.
+class FieldWriter {
+ public:
+  explicit FieldWriter(std::string* out) : out_(out) {}
+  void Bytes(uint8_t tag, absl::string_view bytes) {
+    out_->push_back(static_cast<char>(tag));
+    AppendU32(out_, static_cast<uint32_t>(bytes.size()));
+    out_->append(bytes.data(), bytes.size());
+  }
+  void U32(uint8_t tag, uint32_t value) {
+    std::string bytes;
+    AppendU32(&bytes, value);
+    Bytes(tag, bytes);
+  }
+  void U64(uint8_t tag, uint64_t value) {
+    std::string bytes;
+    AppendU64(&bytes, value);
+    Bytes(tag, bytes);
+  }
+  void Double(uint8_t tag, double value) {
+    uint64_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    U64(tag, bits);
+  }
+
+ private:
+  std::string* const out_;
+};
+
+// Reads fixed little-endian values and fields, front to back; the first thing that does not fit makes
+// ok() false for good, and every later read gives zero. Allocates nothing by a claimed length.
+// Thread-compatible.
+class FieldReader {
+ public:
+  explicit FieldReader(absl::string_view bytes) : rest_(bytes) {}
+
+  bool ok() const { return ok_; }
+  // Everything was read, and all of it fitted.
+  bool done() const { return ok_ && rest_.empty(); }
+  absl::string_view rest() const { return rest_; }
+
+  absl::string_view Take(size_t count) {
+    if (!ok_ || count > rest_.size()) {
+      ok_ = false;
+      return {};
+    }
+    const absl::string_view taken = rest_.substr(0, count);
+    rest_.remove_prefix(count);
+    return taken;
+  }
+  uint64_t Unsigned(size_t bytes_count) {
+    const absl::string_view bytes = Take(bytes_count);
+    uint64_t value = 0;
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      value |= uint64_t{static_cast<uint8_t>(bytes[i])} << (8 * i);
+    }
+    return value;
+  }
+  // The field with this tag, at most bytes_max long.
+  absl::string_view Bytes(uint8_t tag, size_t bytes_max) {
+    if (Unsigned(1) != tag) ok_ = false;
+    const uint64_t size = Unsigned(4);
+    if (size > bytes_max) ok_ = false;
+    return Take(size);
+  }
+  uint32_t U32(uint8_t tag) { return static_cast<uint32_t>(FixedField(tag, 4)); }
+  uint64_t U64(uint8_t tag) { return FixedField(tag, 8); }
+  double Double(uint8_t tag) {
+    const uint64_t bits = U64(tag);
+    double value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+
+ private:
+  uint64_t FixedField(uint8_t tag, size_t bytes_count) {
+    const absl::string_view bytes = Bytes(tag, bytes_count);
+    if (bytes.size() != bytes_count) ok_ = false;
+    return ok_ ? FieldReader(bytes).Unsigned(bytes_count) : 0;
+  }
+
+  absl::string_view rest_;
+  bool ok_ = true;
+};
+
+}  // namespace okv
+
+#endif  // OKV_PROTO_FIELDS_H_

@@ -1,0 +1,44 @@
+#ifndef OKV_PROTO_TICKET_H_
+#define OKV_PROTO_TICKET_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/ids.h"
+
+namespace okv {
+
+// What the control plane signs so that a node can check it without asking: HMAC-SHA-256 with the
+// ticket key that a node gets when it registers. Plain values.
+
+// Opens a data-plane session.
+struct Ticket {
+  std::string tenant;
+  FormatId format_id;
+  int64_t expires_wall_us = 0;
+};
+
+// Allows one object to be written to one node, once.
+struct Reservation {
+  std::string tenant;
+  FormatId format_id;
+  ObjectId object;
+  std::string node_id;
+  WriteId write_id;
+  int64_t expires_wall_us = 0;
+};
+
+std::string SealTicket(const Ticket& ticket, absl::string_view ticket_key);
+std::string SealReservation(const Reservation& reservation, absl::string_view ticket_key);
+
+// kPermissionDenied when the seal is malformed, signed with another key, or (by now_wall_us) expired.
+absl::StatusOr<Ticket> OpenTicket(absl::string_view sealed, absl::string_view ticket_key,
+                                  int64_t now_wall_us);
+absl::StatusOr<Reservation> OpenReservation(absl::string_view sealed, absl::string_view ticket_key,
+                                            int64_t now_wall_us);
+
+}  // namespace okv
+
+#endif  // OKV_PROTO_TICKET_H_
