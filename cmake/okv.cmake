@@ -17,10 +17,10 @@ function(okv_program name)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS})
 endfunction()
 
-# okv_test(name_test SOURCES a_test.cc DEPS x [PROGRAMS okv-node] [THREADED] [LONG] [TIMEOUT s]): one
-# test program a folder, one CTest entry a test. PROGRAMS are what it starts: they are built first.
-# THREADED ones are what the TSan build runs (CTest label "...-threaded"). LONG ones (label "...-long")
-# run only with `tests/run.sh --long`.
+# okv_test(name_test SOURCES a_test.cc DEPS x [PROGRAMS okv-node] [THREADED] [LONG] [TIMEOUT s]):
+# one test program a folder, one CTest entry a test. PROGRAMS are what it starts: they are built
+# first. THREADED ones are what the TSan build runs (CTest label "...-threaded"). LONG ones (label
+# "...-long") run only with `tests/run.sh --long`.
 function(okv_test name)
   cmake_parse_arguments(ARG "THREADED;LONG" "TIMEOUT" "SOURCES;DEPS;PROGRAMS" ${ARGN})
   if(NOT ARG_TIMEOUT)
@@ -64,11 +64,12 @@ function(okv_aggregate_targets)
     list(FILTER generated INCLUDE REGEX "[.]pb[.]cc$")
   endif()
   add_custom_target(okv_tsa
-    COMMAND ${CMAKE_SOURCE_DIR}/tests/tsa.py ${CMAKE_BINARY_DIR} DEPENDS ${generated} USES_TERMINAL)
+    COMMAND python3 ${CMAKE_SOURCE_DIR}/tests/tsa.py ${CMAKE_BINARY_DIR}
+    DEPENDS ${generated} USES_TERMINAL)
 endfunction()
 
 # okv_find_test_launcher(): gcc 12's ThreadSanitizer cannot map its shadow memory where the kernel
-# randomizes more than 28 bits of addresses (Ubuntu 24.04: 32): tests then start without randomization.
+# randomizes more than 28 bits of addresses (Ubuntu 24.04: 32): tests then start without.
 function(okv_find_test_launcher)
   if(NOT OKV_SANITIZE MATCHES "thread" OR NOT EXISTS /proc/sys/vm/mmap_rnd_bits)
     return()
@@ -80,8 +81,8 @@ function(okv_find_test_launcher)
     if(result EQUAL 0)
       set(OKV_TEST_LAUNCHER ${SETARCH_PROGRAM} -R PARENT_SCOPE)
     else()
-      message(WARNING "OscarKV: TSan tests may not start: vm.mmap_rnd_bits is over 28 and setarch -R "
-              "is not permitted here")
+      message(WARNING "OscarKV: TSan tests may not start: vm.mmap_rnd_bits is over 28 and "
+              "setarch -R is not permitted here")
     endif()
   endif()
 endfunction()

@@ -18,13 +18,14 @@ struct AttendBlock {
 };
 
 struct AttendParams {
-  uint32_t query_heads;  // A multiple of kv_heads; query head h reads KV head h / (query_heads / kv_heads).
+  // 1 to 16 times kv_heads; query head h reads KV head h / (query_heads / kv_heads).
+  uint32_t query_heads;
   uint32_t kv_heads;
-  uint32_t head_dim;     // 64, 128 or 256
+  uint32_t head_dim;  // 64, 128 or 256
   uint32_t group_size;
-  float softmax_scale;   // Usually 1 / sqrt(head_dim).
+  float softmax_scale;  // Usually 1 / sqrt(head_dim).
 
-  // [queries_count, query_heads, head_dim] fp32, post-RoPE, in the model's own basis; rotated inside.
+  // [queries_count, query_heads, head_dim] fp32, post-RoPE, in the model's own basis.
   const float* q;
   // [rotation_heads, head_dim, head_dim] bf16; rotation_heads is 1 or kv_heads.
   const uint16_t* r_k;
@@ -35,22 +36,27 @@ struct AttendParams {
   uint32_t queries_count;
 
   // The visible blocks in order of position. Every block but the last is full; query i sees the
-  // first last_block_tokens + i tokens of the last one (causal inside it), so last_block_tokens >= 1
-  // counts the keys that query 0 sees there. REQUIRES: last_block_tokens + queries_count - 1 <= 64.
-  // What a page holds behind the last visible token may be anything, NaN included.
+  // first last_block_tokens + i tokens of the last one (causal inside it): last_block_tokens counts
+  // the keys that query 0 sees there. REQUIRES: last_block_tokens is at least 1, and at most 64
+  // after adding queries_count - 1. What a page holds behind the last visible token may be
+  // anything, NaN included.
   absl::Span<const AttendBlock> blocks;
   uint32_t last_block_tokens;
 
   float* out;  // [queries_count, query_heads, head_dim] fp32, in the model's own basis
 };
 
-// Attention of a tile's queries over `blocks`, int2 pages read as they are (dequantized block by block
-// into a scratch of one run, never the history). With d = head_dim, per query row and KV head:
-//   q' = q R_K;  s_t = scale * sum_c fma(q'_c, k_tc) (c ascending);  online softmax block by block in
-//   order of position;  o = sum_t p_t v_t (t ascending);  out = (o / sum p) R_V^T.
-// Row-invariant: a row's bits depend on no other row, nor on queries_count or the number of threads.
-// No visible block (blocks empty): out = 0.
-// kInvalidArgument for shapes outside the ranges above, naming the field. Blocks until done.
+// Attention of a tile's queries over `blocks`, int2 pages read as they are (dequantized block by
+// block into a scratch of one run, never the history). Per query row, with its KV head's k and v:
+//   q' = q R_K
+//   s_t = scale * sum_c q'_c k_tc, an fma chain with c ascending
+//   p_t = exp(s_t - max s): online softmax, block by block in order of position
+//   o = sum_t p_t v_t, an fma chain with t ascending
+//   out = (o / sum p) R_V^T
+// Row-invariant: a row's bits depend on no other row, nor on queries_count, the number of threads
+// or the CPU. No visible block (blocks empty): out = 0. A NaN in a query, key or value makes the
+// rows that see it NaN (of unspecified bits), and no other. kInvalidArgument for shapes outside the
+// ranges above, naming the field. Blocks until done.
 absl::Status Attend(const AttendParams& params, ThreadPool* pool);
 
 namespace reference {

@@ -11,8 +11,8 @@ namespace okv::internal {
 }
 }  // namespace okv::internal
 
-// Aborts when a broken invariant shows, in release builds too: bytes that are wrong are worse than a
-// process that is gone.
+// Aborts when a broken invariant shows, in release builds too: bytes that are wrong are worse than
+// a process that is gone.
 #define OKV_CHECK(condition) \
   (__builtin_expect(static_cast<bool>(condition), 1) \
        ? static_cast<void>(0) \

@@ -5,15 +5,13 @@
 #include <cstring>
 #include <string>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "proto/check.h"
 
 namespace okv {
 
-// The byte encoding under every identity (page_layout.md, "Fields"): (tag u8, length u32 LE, bytes).
-// Lengths make it unambiguous, tags keep two kinds of one content apart.
+// The byte encoding under every identity (page_layout.md, "Fields"): (tag u8, length u32 LE,
+// bytes). Lengths make it unambiguous, tags keep two kinds of one content apart.
 
 inline void AppendU32(std::string* out, uint32_t value) {
   for (int shift = 0; shift < 32; shift += 8) out->push_back(static_cast<char>(value >> shift));
@@ -23,11 +21,14 @@ inline void AppendU64(std::string* out, uint64_t value) {
   AppendU32(out, static_cast<uint32_t>(value >> 32));
 }
 
+inline constexpr uint64_t kFieldBytesMax = 0xffffffff;
+
 // Writes fields. Thread-compatible.
 class FieldWriter {
  public:
   explicit FieldWriter(std::string* out) : out_(out) {}
   void Bytes(uint8_t tag, absl::string_view bytes) {
+    OKV_CHECK(bytes.size() <= kFieldBytesMax);
     out_->push_back(static_cast<char>(tag));
     AppendU32(out_, static_cast<uint32_t>(bytes.size()));
     out_->append(bytes.data(), bytes.size());
@@ -52,8 +53,9 @@ class FieldWriter {
   std::string* const out_;
 };
 
-// Reads fixed little-endian values and fields, front to back; the first thing that does not fit makes
-// ok() false for good, and every later read gives zero. Allocates nothing by a claimed length.
+// Reads fixed little-endian values and fields, front to back; the first thing that does not fit
+// makes ok() false for good, and every later read gives zero. Allocates nothing by a claimed
+// length.
 // Thread-compatible.
 class FieldReader {
  public:

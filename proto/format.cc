@@ -1,17 +1,20 @@
 #include "proto/format.h"
 
+#include <algorithm>
 #include <cmath>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
+#include "absl/strings/str_format.h"
 #include "proto/fields.h"
+#include "proto/status_macros.h"
+#include "proto/utf8.h"
 
 namespace okv {
 namespace {
 
 constexpr absl::string_view kMagic = "OKVF";
 constexpr uint8_t kEncodingVersion = 1;
-constexpr size_t kTextBytesMax = 4096;
 
 // Field tags of the canonical encoding, in order. In every format id: never renumber.
 enum Tag : uint8_t {
@@ -39,15 +42,51 @@ absl::Status Bad(absl::string_view field, const std::string& why) {
 bool IsHeadDim(uint32_t dim) { return dim == 64 || dim == 128 || dim == 256; }
 bool IsPowerOfTwo(uint32_t value) { return value != 0 && (value & (value - 1)) == 0; }
 
-absl::Status ValidateText(absl::string_view field, const std::string& text, bool may_be_empty) {
-  if (text.empty() && !may_be_empty) return Bad(field, "is missing");
-  if (text.size() > kTextBytesMax) {
-    return Bad(field, absl::StrCat("is longer than ", kTextBytesMax, " bytes"));
+absl::Status CheckText(absl::string_view field, const std::string& text) {
+  if (text.size() > kFormatTextBytesMax) {
+    return Bad(field, absl::StrCat("is longer than ", kFormatTextBytesMax, " bytes"));
+  }
+  if (!IsUtf8(text)) return Bad(field, "is not UTF-8");
+  return absl::OkStatus();
+}
+
+absl::Status CheckName(absl::string_view field, const std::string& text) {
+  if (text.empty()) return Bad(field, "is missing");
+  return CheckText(field, text);
+}
+
+absl::Status CheckLayers(const std::vector<uint32_t>& layer_ids) {
+  if (layer_ids.empty() || layer_ids.size() > kLayersMax) {
+    return Bad("layer_ids",
+               absl::StrCat("has ", layer_ids.size(), " entries, not 1 to ", kLayersMax));
+  }
+  for (size_t i = 1; i < layer_ids.size(); ++i) {
+    if (layer_ids[i] <= layer_ids[i - 1]) {
+      return Bad("layer_ids",
+                 absl::StrCat("is not ascending: ", layer_ids[i], " follows ", layer_ids[i - 1]));
+    }
   }
   return absl::OkStatus();
 }
 
-absl::Status ValidateWindows(const Format& format) {
+absl::Status CheckHeads(const Format& format) {
+  if (format.kv_heads == 0 || format.kv_heads > kKvHeadsMax) {
+    return Bad("kv_heads", absl::StrCat("is ", format.kv_heads, ", not 1 to ", kKvHeadsMax));
+  }
+  if (!IsHeadDim(format.head_dim_k)) {
+    return Bad("head_dim_k", absl::StrCat("is ", format.head_dim_k, ", not 64, 128 or 256"));
+  }
+  if (format.head_dim_v != format.head_dim_k) {
+    return Bad("head_dim_v",
+               absl::StrCat("is ", format.head_dim_v, ", not head_dim_k's ", format.head_dim_k));
+  }
+  if (!(format.rope_theta > 0) || !std::isfinite(format.rope_theta)) {
+    return Bad("rope_theta", absl::StrCat("is ", format.rope_theta, ", not a positive number"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckWindows(const Format& format) {
   if (format.block_tokens != kBlockTokens) {
     return Bad("block_tokens", absl::StrCat("is ", format.block_tokens, ", not ", kBlockTokens));
   }
@@ -62,59 +101,49 @@ absl::Status ValidateWindows(const Format& format) {
   return absl::OkStatus();
 }
 
-absl::Status ValidateGeometry(const Format& format) {
-  if (format.layer_ids.empty() || format.layer_ids.size() > kLayersMax) {
-    return Bad("layer_ids", absl::StrCat("has ", format.layer_ids.size(), " entries, not 1 to ",
-                                         kLayersMax));
-  }
-  for (size_t i = 1; i < format.layer_ids.size(); ++i) {
-    if (format.layer_ids[i] <= format.layer_ids[i - 1]) {
-      return Bad("layer_ids", "is not ascending");
-    }
-  }
-  if (format.kv_heads == 0 || format.kv_heads > kKvHeadsMax) {
-    return Bad("kv_heads", absl::StrCat("is ", format.kv_heads, ", not 1 to ", kKvHeadsMax));
-  }
-  if (!IsHeadDim(format.head_dim_k)) {
-    return Bad("head_dim_k", absl::StrCat("is ", format.head_dim_k, ", not 64, 128 or 256"));
-  }
-  if (format.head_dim_v != format.head_dim_k) {
-    return Bad("head_dim_v", absl::StrCat("is ", format.head_dim_v, ", not head_dim_k's ",
-                                          format.head_dim_k));
-  }
-  if (!(format.rope_theta > 0) || !std::isfinite(format.rope_theta)) {
-    return Bad("rope_theta", absl::StrCat("is ", format.rope_theta, ", not a positive number"));
-  }
+absl::Status CheckCodec(const Format& format) {
   if (!IsPowerOfTwo(format.group_size) || format.group_size < 32 ||
       format.group_size > format.head_dim_k) {
     return Bad("group_size", absl::StrCat("is ", format.group_size,
                                           ", not a power of two from 32 to ", format.head_dim_k));
   }
+  if (format.rotation_hash.is_zero()) return Bad("rotation_hash", "is missing");
+  if (format.page_layout_version != kPageLayoutVersion) {
+    return Bad("page_layout_version", absl::StrCat("is ", format.page_layout_version,
+                                                   "; this program reads ", kPageLayoutVersion));
+  }
   return absl::OkStatus();
+}
+
+// A double in the fewest digits of %.15g and %.17g that give it back.
+std::string Digits(double value) {
+  const std::string text = absl::StrFormat("%.15g", value);
+  double parsed = 0;
+  if (absl::SimpleAtod(text, &parsed) && parsed == value) return text;
+  return absl::StrFormat("%.17g", value);
+}
+
+// Not the whole lists: a model has up to 512 layers. `other` decides which entry is worth printing.
+std::string DescribeLayers(const std::vector<uint32_t>& ids, const std::vector<uint32_t>& other) {
+  const auto differs = std::mismatch(ids.begin(), ids.end(), other.begin(), other.end()).first;
+  std::string text = absl::StrCat(ids.size(), " layers");
+  if (differs != ids.end()) {
+    absl::StrAppend(&text, " with ", *differs, " at position ", differs - ids.begin());
+  }
+  return text;
 }
 
 }  // namespace
 
 absl::Status Format::Validate() const {
-  struct Text {
-    absl::string_view field;
-    const std::string& text;
-    bool may_be_empty;
-  };
-  for (const Text& entry : {Text{"model", model, false},
-                            Text{"weights_revision", weights_revision, false},
-                            Text{"rope_scaling", rope_scaling, true}, Text{"view", view, false}}) {
-    absl::Status status = ValidateText(entry.field, entry.text, entry.may_be_empty);
-    if (!status.ok()) return status;
-  }
-  if (absl::Status status = ValidateGeometry(*this); !status.ok()) return status;
-  if (absl::Status status = ValidateWindows(*this); !status.ok()) return status;
-  if (rotation_hash.is_zero()) return Bad("rotation_hash", "is missing");
-  if (page_layout_version != kPageLayoutVersion) {
-    return Bad("page_layout_version", absl::StrCat("is ", page_layout_version,
-                                                   "; this program reads ", kPageLayoutVersion));
-  }
-  return absl::OkStatus();
+  OKV_RETURN_IF_ERROR(CheckName("model", model));
+  OKV_RETURN_IF_ERROR(CheckName("weights_revision", weights_revision));
+  OKV_RETURN_IF_ERROR(CheckLayers(layer_ids));
+  OKV_RETURN_IF_ERROR(CheckHeads(*this));
+  OKV_RETURN_IF_ERROR(CheckText("rope_scaling", rope_scaling));
+  OKV_RETURN_IF_ERROR(CheckWindows(*this));
+  OKV_RETURN_IF_ERROR(CheckName("view", view));
+  return CheckCodec(*this);
 }
 
 std::string Format::Canonical() const {
@@ -147,18 +176,18 @@ absl::StatusOr<Format> Format::Parse(absl::string_view canonical) {
     return absl::InvalidArgumentError("not a canonical format: wrong magic or encoding version");
   }
   Format format;
-  format.model = std::string(reader.Bytes(kModel, kTextBytesMax));
-  format.weights_revision = std::string(reader.Bytes(kWeightsRevision, kTextBytesMax));
+  format.model = std::string(reader.Bytes(kModel, kFormatTextBytesMax));
+  format.weights_revision = std::string(reader.Bytes(kWeightsRevision, kFormatTextBytesMax));
   const absl::string_view layers = reader.Bytes(kLayerIds, size_t{kLayersMax} * 4);
   format.kv_heads = reader.U32(kKvHeads);
   format.head_dim_k = reader.U32(kHeadDimK);
   format.head_dim_v = reader.U32(kHeadDimV);
   format.rope_theta = reader.Double(kRopeTheta);
-  format.rope_scaling = std::string(reader.Bytes(kRopeScaling, kTextBytesMax));
+  format.rope_scaling = std::string(reader.Bytes(kRopeScaling, kFormatTextBytesMax));
   format.block_tokens = reader.U32(kBlockTokensTag);
   format.sink_tokens = reader.U32(kSinkTokens);
   format.recent_tokens = reader.U32(kRecentTokens);
-  format.view = std::string(reader.Bytes(kView, kTextBytesMax));
+  format.view = std::string(reader.Bytes(kView, kFormatTextBytesMax));
   format.group_size = reader.U32(kGroupSize);
   const absl::string_view rotation = reader.Bytes(kRotationHash, 32);
   format.page_layout_version = reader.U32(kPageLayoutVersionTag);
@@ -170,46 +199,58 @@ absl::StatusOr<Format> Format::Parse(absl::string_view canonical) {
     format.layer_ids.push_back(static_cast<uint32_t>(layer_reader.Unsigned(4)));
   }
   format.rotation_hash = *RotationHash::FromBytes(rotation);
-  if (absl::Status status = format.Validate(); !status.ok()) return status;
+  OKV_RETURN_IF_ERROR(format.Validate());
   return format;
 }
 
 FormatId Format::id() const { return FormatId{Sha256(Canonical())}; }
 
 std::string DescribeDifference(const Format& here, const Format& there) {
-  struct Field {
-    absl::string_view name;
-    std::string here;
-    std::string there;
+  const auto differs = [](absl::string_view field, const auto& a, const auto& b) {
+    return absl::StrCat("field '", field, "' differs: ", a, " here, ", b, " there");
   };
-  const auto layers = [](const Format& format) {
-    return absl::StrCat("[", absl::StrJoin(format.layer_ids, ","), "]");
+  const auto quoted = [](const std::string& text) { return absl::StrCat("\"", text, "\""); };
+  const auto text = [&](absl::string_view field, std::string Format::*member) {
+    if (here.*member == there.*member) return std::string();
+    return differs(field, quoted(here.*member), quoted(there.*member));
   };
-  const Field fields[] = {
-      {"model", here.model, there.model},
-      {"weights_revision", here.weights_revision, there.weights_revision},
-      {"layer_ids", layers(here), layers(there)},
-      {"kv_heads", absl::StrCat(here.kv_heads), absl::StrCat(there.kv_heads)},
-      {"head_dim_k", absl::StrCat(here.head_dim_k), absl::StrCat(there.head_dim_k)},
-      {"head_dim_v", absl::StrCat(here.head_dim_v), absl::StrCat(there.head_dim_v)},
-      {"rope_theta", absl::StrCat(here.rope_theta), absl::StrCat(there.rope_theta)},
-      {"rope_scaling", here.rope_scaling, there.rope_scaling},
-      {"block_tokens", absl::StrCat(here.block_tokens), absl::StrCat(there.block_tokens)},
-      {"sink_tokens", absl::StrCat(here.sink_tokens), absl::StrCat(there.sink_tokens)},
-      {"recent_tokens", absl::StrCat(here.recent_tokens), absl::StrCat(there.recent_tokens)},
-      {"view", here.view, there.view},
-      {"group_size", absl::StrCat(here.group_size), absl::StrCat(there.group_size)},
-      {"rotation_hash", here.rotation_hash.Hex(), there.rotation_hash.Hex()},
-      {"page_layout_version", absl::StrCat(here.page_layout_version),
-       absl::StrCat(there.page_layout_version)},
+  const auto number = [&](absl::string_view field, uint32_t Format::*member) {
+    if (here.*member == there.*member) return std::string();
+    return differs(field, here.*member, there.*member);
   };
-  for (const Field& field : fields) {
-    if (field.here == field.there) continue;
-    return absl::StrCat("field '", field.name, "' differs: ", field.here, " here, ", field.there,
-                        " there");
+  const auto layers = [&] {
+    if (here.layer_ids == there.layer_ids) return std::string();
+    return differs("layer_ids", DescribeLayers(here.layer_ids, there.layer_ids),
+                   DescribeLayers(there.layer_ids, here.layer_ids));
+  };
+  const auto theta = [&] {
+    if (here.rope_theta == there.rope_theta) return std::string();
+    return differs("rope_theta", Digits(here.rope_theta), Digits(there.rope_theta));
+  };
+  const auto rotation = [&] {
+    if (here.rotation_hash == there.rotation_hash) return std::string();
+    return differs("rotation_hash", here.rotation_hash.Hex(), there.rotation_hash.Hex());
+  };
+  const std::string differences[] = {
+      text("model", &Format::model),
+      text("weights_revision", &Format::weights_revision),
+      layers(),
+      number("kv_heads", &Format::kv_heads),
+      number("head_dim_k", &Format::head_dim_k),
+      number("head_dim_v", &Format::head_dim_v),
+      theta(),
+      text("rope_scaling", &Format::rope_scaling),
+      number("block_tokens", &Format::block_tokens),
+      number("sink_tokens", &Format::sink_tokens),
+      number("recent_tokens", &Format::recent_tokens),
+      text("view", &Format::view),
+      number("group_size", &Format::group_size),
+      rotation(),
+      number("page_layout_version", &Format::page_layout_version),
+  };
+  for (const std::string& difference : differences) {
+    if (!difference.empty()) return difference;
   }
-  // StrCat prints six digits of a double: two thetas may differ behind them.
-  if (here.rope_theta != there.rope_theta) return "field 'rope_theta' differs in its last digits";
   return "";
 }
 

@@ -1,6 +1,7 @@
 #ifndef OKV_PROTO_FORMAT_H_
 #define OKV_PROTO_FORMAT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,12 +18,14 @@ inline constexpr uint32_t kPageLayoutVersion = 0;
 // Limits that everything below may rely on.
 inline constexpr uint32_t kLayersMax = 512;
 inline constexpr uint32_t kKvHeadsMax = 256;
+inline constexpr size_t kFormatTextBytesMax = 4096;
 
 // Everything that decides whether bytes may be used. Two processes exchange blocks only when their
 // formats are equal; format_id is the name of that equality. A plain value. Thread-compatible.
 struct Format {
-  std::string model;             // For example "SmolLM2-135M-Instruct".
-  std::string weights_revision;  // Whatever names the weights' bytes: a commit, a SHA-256.
+  // Texts are UTF-8 of at most kFormatTextBytesMax bytes.
+  std::string model;                // For example "SmolLM2-135M-Instruct".
+  std::string weights_revision;     // Whatever names the weights' bytes: a commit, a SHA-256.
   std::vector<uint32_t> layer_ids;  // Global ids of the layers with a KV cache, ascending.
   uint32_t kv_heads = 0;
   uint32_t head_dim_k = 0;  // 64, 128 or 256; head_dim_v equals it in layout version 0.
@@ -30,8 +33,8 @@ struct Format {
   double rope_theta = 0;
   std::string rope_scaling;  // "" = none; otherwise the engine's canonical description.
   uint32_t block_tokens = kBlockTokens;
-  uint32_t sink_tokens = 64;     // A multiple of block_tokens: S = sink_tokens / block_tokens blocks.
-  uint32_t recent_tokens = 256;  // Likewise: W = recent_tokens / block_tokens blocks.
+  uint32_t sink_tokens = 64;     // A multiple of block_tokens: S = sink_tokens / block_tokens.
+  uint32_t recent_tokens = 256;  // Likewise: W = recent_tokens / block_tokens.
   std::string view = "exact";    // How prefill sees history: "exact", or an engine's own name.
   uint32_t group_size = 0;       // Channels that share a scale: 32 to head_dim, a power of two.
   RotationHash rotation_hash;    // Covers the rotations' bf16 bits and the clip ranks.
@@ -57,7 +60,8 @@ struct Format {
   FormatId id() const;
 };
 
-// "field 'group_size' differs: 64 here, 128 there" for the first field that differs; "" when equal.
+// "field 'group_size' differs: 64 here, 128 there" for the first field, in the order above, that
+// differs; "" when equal.
 std::string DescribeDifference(const Format& here, const Format& there);
 
 }  // namespace okv

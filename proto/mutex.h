@@ -10,8 +10,8 @@
 namespace okv {
 
 // std::mutex with the annotations that clang's thread-safety analysis reads. Not absl::Mutex: the
-// distribution's Abseil is built without ThreadSanitizer, which therefore sees none of its locks and
-// reports every guarded member as a race.
+// distribution's Abseil is built without ThreadSanitizer, which therefore sees none of its locks
+// and reports every guarded member as a race.
 // Thread-safe.
 class ABSL_LOCKABLE Mutex {
  public:
@@ -52,9 +52,10 @@ class CondVar {
   // False when the time passed without a notification.
   bool WaitFor(Mutex* mu, std::chrono::nanoseconds timeout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     std::unique_lock<std::mutex> lock(mu->mu_, std::adopt_lock);
-    // system_clock: gcc 12's TSan does not intercept the pthread_cond_clockwait that steady_clock uses.
-    const bool notified =
-        cv_.wait_until(lock, std::chrono::system_clock::now() + timeout) == std::cv_status::no_timeout;
+    // system_clock: gcc 12's TSan does not intercept the pthread_cond_clockwait that steady_clock
+    // uses.
+    const auto deadline = std::chrono::system_clock::now() + timeout;
+    const bool notified = cv_.wait_until(lock, deadline) == std::cv_status::no_timeout;
     lock.release();
     return notified;
   }

@@ -49,9 +49,9 @@ absl::StatusOr<ObjectHeader> ObjectHeader::Decode(absl::string_view bytes) {
   ObjectHeader header;
   header.page_layout_version = static_cast<uint32_t>(reader.Unsigned(4));
   if (header.page_layout_version != kPageLayoutVersion) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("object header: page_layout_version ", header.page_layout_version,
-                     "; this program reads ", kPageLayoutVersion));
+    return absl::FailedPreconditionError(absl::StrCat("object header: page_layout_version ",
+                                                      header.page_layout_version,
+                                                      "; this program reads ", kPageLayoutVersion));
   }
   const absl::string_view format_id = reader.Take(32);
   const absl::string_view key = reader.Take(32);
@@ -62,7 +62,8 @@ absl::StatusOr<ObjectHeader> ObjectHeader::Decode(absl::string_view bytes) {
   header.payload_bytes = reader.Unsigned(8);
   header.generation = reader.Unsigned(8);
   const uint64_t checksums_count = reader.Unsigned(4);
-  if (!reader.ok() || !IsCodec(static_cast<uint32_t>(codec)) || has_parent > 1 ||
+  const bool parent_fits = has_parent == 1 || (has_parent == 0 && parent == BlockKey{}.view());
+  if (!reader.ok() || !IsCodec(static_cast<uint32_t>(codec)) || !parent_fits ||
       checksums_count > uint64_t{kLayersMax} * kKvHeadsMax ||
       reader.rest().size() != checksums_count * 4 + kChecksumBytes) {
     return absl::DataLossError("object header: truncated, or a field out of range");
@@ -94,9 +95,9 @@ std::vector<uint32_t> BlockChecksums(const ObjectId& id, const PageLayout& layou
   checksums.reserve(layout.runs_count());
   for (uint32_t layer = 0; layer < layout.layers_count; ++layer) {
     for (uint32_t head = 0; head < layout.kv_heads; ++head) {
-      checksums.push_back(RunChecksum(id, layer, head,
-                                      payload.subspan(layout.run_offset(id.codec, layer, head),
-                                                      layout.run_bytes(id.codec))));
+      checksums.push_back(RunChecksum(
+          id, layer, head,
+          payload.subspan(layout.run_offset(id.codec, layer, head), layout.run_bytes(id.codec))));
     }
   }
   return checksums;
@@ -106,10 +107,10 @@ absl::Status VerifyObject(const ObjectHeader& header, const PageLayout& layout,
                           absl::Span<const uint8_t> payload) {
   const Codec codec = header.id.codec;
   if (header.payload_bytes != payload.size() || payload.size() != layout.block_bytes(codec)) {
-    return absl::DataLossError(absl::StrCat(
-        CodecName(codec), " object ", header.id.key.Short(), ": ", payload.size(),
-        " payload bytes, header says ", header.payload_bytes, ", the format ",
-        layout.block_bytes(codec)));
+    return absl::DataLossError(absl::StrCat(CodecName(codec), " object ", header.id.key.Short(),
+                                            ": ", payload.size(), " payload bytes, header says ",
+                                            header.payload_bytes, ", the format ",
+                                            layout.block_bytes(codec)));
   }
   if (header.checksums.size() != layout.runs_count()) {
     return absl::DataLossError(absl::StrCat(CodecName(codec), " object ", header.id.key.Short(),
@@ -118,13 +119,13 @@ absl::Status VerifyObject(const ObjectHeader& header, const PageLayout& layout,
   }
   for (uint32_t layer = 0; layer < layout.layers_count; ++layer) {
     for (uint32_t head = 0; head < layout.kv_heads; ++head) {
-      const auto run = payload.subspan(layout.run_offset(codec, layer, head),
-                                       layout.run_bytes(codec));
+      const auto run =
+          payload.subspan(layout.run_offset(codec, layer, head), layout.run_bytes(codec));
       if (RunChecksum(header.id, layer, head, run) !=
           header.checksums[size_t{layer} * layout.kv_heads + head]) {
-        return absl::DataLossError(absl::StrCat(CodecName(codec), " object ",
-                                                header.id.key.Short(), ": wrong checksum in layer ",
-                                                layer, ", head ", head));
+        return absl::DataLossError(absl::StrCat(CodecName(codec), " object ", header.id.key.Short(),
+                                                ": wrong checksum in layer ", layer, ", head ",
+                                                head));
       }
     }
   }

@@ -44,7 +44,8 @@ uint32_t RunChecksum(const ObjectId& id, uint32_t layer, uint32_t head,
 std::vector<uint32_t> BlockChecksums(const ObjectId& id, const PageLayout& layout,
                                      absl::Span<const uint8_t> payload);
 
-// kDataLoss naming the first bad (layer, head) run, or a payload or checksum count of the wrong size.
+// kDataLoss naming the first bad (layer, head) run, or a payload or checksum count of the wrong
+// size.
 absl::Status VerifyObject(const ObjectHeader& header, const PageLayout& layout,
                           absl::Span<const uint8_t> payload);
 

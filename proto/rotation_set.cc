@@ -1,5 +1,6 @@
 #include "proto/rotation_set.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -13,12 +14,13 @@
 #include "proto/fields.h"
 #include "proto/safetensors.h"
 #include "proto/status_macros.h"
+#include "proto/utf8.h"
 
 namespace okv {
 namespace {
 
-// Rounding an orthogonal matrix to bf16 leaves max |R R^T - I| near 2^-9; a matrix beyond this is not
-// a rotation.
+// Rounding an orthogonal matrix to bf16 leaves max |R R^T - I| near 2^-9; a matrix beyond this is
+// not a rotation.
 constexpr float kOrthogonalityErrorMax = 1.0f / 64;
 constexpr absl::string_view kFileVersion = "1";
 constexpr absl::string_view kProvenancePrefix = "provenance.";
@@ -50,30 +52,72 @@ absl::string_view AsBytes(const std::vector<T>& values) {
   return absl::string_view(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
+// The largest |R R^T - I|, and where.
+struct OrthogonalityError {
+  float error = 0;
+  uint32_t row = 0;
+  uint32_t other_row = 0;
+};
+
+OrthogonalityError MeasureOrthogonality(const std::vector<float>& matrix, uint32_t dim) {
+  std::vector<float> transposed(matrix.size());
+  for (uint32_t i = 0; i < dim; ++i) {
+    for (uint32_t c = 0; c < dim; ++c) transposed[c * dim + i] = matrix[i * dim + c];
+  }
+  OrthogonalityError worst;
+  std::vector<float> dots(dim);
+  for (uint32_t i = 0; i < dim; ++i) {
+    // Row i with all rows up to i: the inner loop runs over rows, which compilers vectorize without
+    // reordering a sum (36 layers of 128 x 128, K and V, take under 0.1 s).
+    std::fill(dots.begin(), dots.end(), 0.0f);
+    for (uint32_t c = 0; c < dim; ++c) {
+      const float factor = matrix[i * dim + c];
+      const float* column = transposed.data() + c * dim;
+      for (uint32_t j = 0; j <= i; ++j) dots[j] += factor * column[j];
+    }
+    for (uint32_t j = 0; j <= i; ++j) {
+      const float error = std::fabs(dots[j] - (i == j ? 1.0f : 0.0f));
+      if (error > worst.error) worst = {.error = error, .row = i, .other_row = j};
+    }
+  }
+  return worst;
+}
+
 absl::Status CheckMatrix(const uint16_t* bits, uint32_t dim, const std::string& name) {
   std::vector<float> matrix(size_t{dim} * dim);
   for (size_t i = 0; i < matrix.size(); ++i) {
     matrix[i] = Bf16ToFloat(bits[i]);
-    if (!std::isfinite(matrix[i])) return Bad(absl::StrCat("NaN or Inf in ", name));
+    if (std::isfinite(matrix[i])) continue;
+    return Bad(absl::StrCat("NaN or Inf in ", name, ", row ", i / dim, ", column ", i % dim));
   }
-  for (uint32_t i = 0; i < dim; ++i) {
-    for (uint32_t j = 0; j <= i; ++j) {
-      float dot = 0;
-      for (uint32_t c = 0; c < dim; ++c) dot += matrix[i * dim + c] * matrix[j * dim + c];
-      const float error = std::fabs(dot - (i == j ? 1.0f : 0.0f));
-      if (!(error <= kOrthogonalityErrorMax)) {
-        return Bad(absl::StrCat(name, " is not orthogonal: rows ", j, " and ", i, " are off by ",
-                                error));
-      }
+  // No entry of a rotation is beyond 1; bounded entries keep the sums below finite.
+  for (const float value : matrix) {
+    if (std::fabs(value) > 1 + kOrthogonalityErrorMax) {
+      return Bad(absl::StrCat(name, " is not orthogonal: it holds ", value));
     }
   }
+  const OrthogonalityError worst = MeasureOrthogonality(matrix, dim);
+  if (worst.error <= kOrthogonalityErrorMax) return absl::OkStatus();
+  return Bad(absl::StrCat(name, " is not orthogonal: rows ", worst.other_row, " and ", worst.row,
+                          " are off by ", worst.error));
+}
+
+absl::Status CheckText(absl::string_view field, const std::string& text) {
+  if (text.empty()) return Bad(absl::StrCat("field '", field, "' is missing"));
+  if (text.size() > kFormatTextBytesMax) {
+    return Bad(absl::StrCat("field '", field, "' is longer than ", kFormatTextBytesMax, " bytes"));
+  }
+  if (!IsUtf8(text)) return Bad(absl::StrCat("field '", field, "' is not UTF-8"));
   return absl::OkStatus();
 }
 
 absl::Status CheckGeometry(const RotationSet& set) {
-  if (set.model.empty()) return Bad("field 'model' is missing");
-  if (set.weights_revision.empty()) return Bad("field 'weights_revision' is missing");
-  if (set.method.empty()) return Bad("field 'method' is missing");
+  OKV_RETURN_IF_ERROR(CheckText("model", set.model));
+  OKV_RETURN_IF_ERROR(CheckText("weights_revision", set.weights_revision));
+  OKV_RETURN_IF_ERROR(CheckText("method", set.method));
+  for (const auto& [name, value] : set.provenance) {
+    if (!IsUtf8(name)) return Bad("a name in 'provenance' is not UTF-8");
+  }
   if (set.layer_ids.empty() || set.layer_ids.size() > kLayersMax) {
     return Bad(absl::StrCat("field 'layer_ids' has ", set.layer_ids.size(), " entries"));
   }
@@ -95,6 +139,9 @@ absl::Status CheckGeometry(const RotationSet& set) {
   }
   const size_t matrices = set.layer_ids.size() * set.rotation_heads;
   const size_t elements = matrices * set.head_dim * set.head_dim;
+  if (elements > kFieldBytesMax / sizeof(uint16_t)) {
+    return Bad(absl::StrCat(elements, " elements of 'r_k' are more than its hash can cover"));
+  }
   if (set.r_k.size() != elements) return Bad("tensor 'r_k' has the wrong size");
   if (set.r_v.size() != elements) return Bad("tensor 'r_v' has the wrong size");
   const size_t ranks = set.layer_ids.size() * set.kv_heads;
@@ -177,9 +224,9 @@ absl::Status RotationSet::Validate() const {
   OKV_RETURN_IF_ERROR(CheckGeometry(*this));
   for (const bool is_value : {false, true}) {
     for (size_t i = 0; i < layer_ids.size() * rotation_heads; ++i) {
-      const std::string name = absl::StrCat(is_value ? "r_v" : "r_k", " of layer ",
-                                            layer_ids[i / rotation_heads], ", head ",
-                                            i % rotation_heads);
+      const std::string name =
+          absl::StrCat(is_value ? "r_v" : "r_k", " of layer ", layer_ids[i / rotation_heads],
+                       ", head ", i % rotation_heads);
       const uint16_t* bits = (is_value ? r_v : r_k).data() + i * head_dim * head_dim;
       OKV_RETURN_IF_ERROR(CheckMatrix(bits, head_dim, name));
     }
@@ -255,16 +302,16 @@ absl::StatusOr<RotationSet> RotationSet::Parse(absl::string_view bytes) {
 absl::Status RotationSet::CheckMatches(const Format& format) const {
   const auto differs = [](absl::string_view field, const std::string& here,
                           const std::string& there) {
-    return absl::FailedPreconditionError(absl::StrCat("field '", field, "' differs: ", here,
-                                                      " in the rotation set, ", there,
-                                                      " in the format"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "field '", field, "' differs: ", here, " in the rotation set, ", there, " in the format"));
   };
   if (model != format.model) return differs("model", model, format.model);
   if (weights_revision != format.weights_revision) {
     return differs("weights_revision", weights_revision, format.weights_revision);
   }
   if (layer_ids != format.layer_ids) {
-    return differs("layer_ids", absl::StrJoin(layer_ids, ","), absl::StrJoin(format.layer_ids, ","));
+    return differs("layer_ids", absl::StrJoin(layer_ids, ","),
+                   absl::StrJoin(format.layer_ids, ","));
   }
   if (kv_heads != format.kv_heads) {
     return differs("kv_heads", absl::StrCat(kv_heads), absl::StrCat(format.kv_heads));

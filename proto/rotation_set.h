@@ -44,18 +44,19 @@ struct RotationSet {
     return r_v.data() + MatrixOffset(layer, head);
   }
 
-  // kInvalidArgument naming what is wrong: sizes, a NaN or Inf (layer, head), a matrix whose
-  // max |R R^T - I| exceeds 2^-6 (bf16 rounding alone gives about 2^-9), a clip rank >= head_dim.
+  // kInvalidArgument naming what is wrong: a field, sizes, a NaN or Inf (tensor, layer, head), a
+  // matrix whose max |R R^T - I| exceeds 2^-6 (bf16 rounding alone gives about 2^-9), a clip rank
+  // >= head_dim.
   absl::Status Validate() const;
 
   // SHA-256 over a canonical encoding of everything but the provenance.
   RotationHash hash() const;
 
-  // One safetensors file: tensors r_k, r_v (BF16), clip_rank_k, clip_rank_v (U32); the rest, the hash
-  // included, in __metadata__.
+  // One safetensors file: tensors r_k, r_v (BF16), clip_rank_k, clip_rank_v (U32); the rest, the
+  // hash included, in __metadata__. The same set gives the same bytes. REQUIRES: Validate() is OK.
   std::string Serialize() const;
-  // kInvalidArgument: not safetensors, a tensor or field missing or of the wrong shape, or Validate().
-  // kDataLoss: truncated, or the stored hash is not that of the content.
+  // kInvalidArgument: not safetensors, a tensor or field missing or of the wrong shape, or
+  // Validate() fails. kDataLoss: truncated, or the stored hash is not that of the content.
   static absl::StatusOr<RotationSet> Parse(absl::string_view bytes);
 
   // kFailedPrecondition naming the field when this set is for another model, revision or geometry

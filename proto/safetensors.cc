@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -10,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/check.h"
 #include "proto/fields.h"
+#include "proto/utf8.h"
 
 namespace okv {
 namespace {
@@ -18,6 +21,7 @@ using Json = nlohmann::json;
 
 constexpr uint64_t kHeaderBytesMax = 100'000'000;
 constexpr size_t kLengthBytes = 8;
+constexpr char kMetadataName[] = "__metadata__";
 
 // 0 for an unknown dtype.
 uint64_t DtypeBytes(absl::string_view dtype) {
@@ -83,17 +87,38 @@ absl::Status ReadMetadata(const Json& json, std::map<std::string, std::string>* 
   return absl::OkStatus();
 }
 
+// A parser callback that sets *repeated when an object names a member twice: nlohmann keeps the
+// last one in silence, other readers the first.
+Json::parser_callback_t RepeatedNames(bool* repeated) {
+  auto names = std::make_shared<std::vector<std::set<std::string>>>();  // Of the open objects.
+  return [names, repeated](int, Json::parse_event_t event, Json& parsed) {
+    if (event == Json::parse_event_t::object_start) names->emplace_back();
+    if (event == Json::parse_event_t::object_end) names->pop_back();
+    if (event == Json::parse_event_t::key &&
+        !names->back().insert(parsed.get_ref<const std::string&>()).second) {
+      *repeated = true;
+    }
+    return true;
+  };
+}
+
 // The JSON header, and where the data begins.
 absl::StatusOr<std::pair<Json, size_t>> ReadHeader(absl::string_view bytes) {
-  if (bytes.size() < kLengthBytes) return absl::DataLossError("safetensors: truncated in its length");
+  if (bytes.size() < kLengthBytes) {
+    return absl::DataLossError("safetensors: truncated in its length");
+  }
   const uint64_t length = FieldReader(bytes).Unsigned(kLengthBytes);
   if (length > kHeaderBytesMax) return Bad(absl::StrCat("header of ", length, " bytes"));
   if (length > bytes.size() - kLengthBytes) {
     return absl::DataLossError("safetensors: truncated in its header");
   }
   const absl::string_view text = bytes.substr(kLengthBytes, length);
-  Json header = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  if (text.empty() || text.front() != '{') return Bad("its header is not a JSON object");
+  bool repeated = false;
+  Json header = Json::parse(text.begin(), text.end(), RepeatedNames(&repeated),
+                            /*allow_exceptions=*/false);
   if (!header.is_object()) return Bad("its header is not a JSON object");
+  if (repeated) return Bad("a name stands twice in its header");
   return std::make_pair(std::move(header), kLengthBytes + length);
 }
 
@@ -106,7 +131,7 @@ absl::StatusOr<Safetensors> Safetensors::Parse(absl::string_view bytes) {
   Safetensors file;
   std::vector<Entry> entries;
   for (const auto& [name, json] : header->first.items()) {
-    if (name == "__metadata__") {
+    if (name == kMetadataName) {
       absl::Status status = ReadMetadata(json, &file.metadata_);
       if (!status.ok()) return status;
       continue;
@@ -115,8 +140,9 @@ absl::StatusOr<Safetensors> Safetensors::Parse(absl::string_view bytes) {
     if (!entry.ok()) return entry.status();
     entries.push_back(*std::move(entry));
   }
-  std::sort(entries.begin(), entries.end(),
-            [](const Entry& a, const Entry& b) { return std::tie(a.begin, a.end) < std::tie(b.begin, b.end); });
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
+  });
   uint64_t at = 0;
   for (Entry& entry : entries) {
     if (entry.begin != at) {
@@ -130,7 +156,9 @@ absl::StatusOr<Safetensors> Safetensors::Parse(absl::string_view bytes) {
     entry.tensor.data = data.substr(entry.begin, entry.end - entry.begin);
     file.tensors_[entry.name] = std::move(entry.tensor);
   }
-  if (at != data.size()) return Bad(absl::StrCat(data.size() - at, " bytes behind the last tensor"));
+  if (at != data.size()) {
+    return Bad(absl::StrCat(data.size() - at, " bytes behind the last tensor"));
+  }
   return file;
 }
 
@@ -142,17 +170,19 @@ const Safetensors::Tensor* Safetensors::Find(absl::string_view name) const {
 std::string WriteSafetensors(const std::map<std::string, Safetensors::Tensor>& tensors,
                              const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();  // nlohmann sorts object keys.
-  if (!metadata.empty()) header["__metadata__"] = metadata;
+  for (const auto& [name, value] : metadata) OKV_CHECK(IsUtf8(name));
+  if (!metadata.empty()) header[kMetadataName] = metadata;
   uint64_t at = 0;
   for (const auto& [name, tensor] : tensors) {
     uint64_t bytes = 0;
-    OKV_CHECK(TensorBytes(tensor, &bytes) && bytes == tensor.data.size() && bytes > 0);
-    header[name] = {{"dtype", tensor.dtype},
-                    {"shape", tensor.shape},
-                    {"data_offsets", {at, at + bytes}}};
+    OKV_CHECK(IsUtf8(name) && name != kMetadataName && DtypeBytes(tensor.dtype) > 0);
+    OKV_CHECK(TensorBytes(tensor, &bytes) && bytes == tensor.data.size());
+    header[name] = {
+        {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {at, at + bytes}}};
     at += bytes;
   }
-  std::string text = header.dump();
+  std::string text =
+      header.dump(/*indent=*/-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
   text.resize((text.size() + 7) / 8 * 8, ' ');
   std::string out;
   AppendU64(&out, text.size());

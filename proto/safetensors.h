@@ -12,8 +12,9 @@
 namespace okv {
 
 // A safetensors file in memory: u64 LE header length, a JSON header (name -> dtype, shape,
-// data_offsets; "__metadata__" -> strings), the tensors' bytes. Tensors are views into the bytes that
-// Parse was given, which must outlive it. A plain value.
+// data_offsets; "__metadata__" -> strings), the tensors' bytes. Tensors are views into the bytes
+// that Parse was given, which must outlive it; they are aligned no better than the file makes them.
+// A plain value. Thread-compatible.
 class Safetensors {
  public:
   struct Tensor {
@@ -24,8 +25,9 @@ class Safetensors {
     bool operator==(const Tensor&) const = default;
   };
 
-  // Strict: offsets must cover the data exactly, in order, without holes. kDataLoss when the bytes end
-  // before what the header describes; kInvalidArgument for anything else that is not safetensors.
+  // Strict: offsets must cover the data exactly, without holes or overlaps, and no name may stand
+  // twice. kDataLoss when the bytes end before what the header describes; kInvalidArgument for
+  // anything else that is not safetensors.
   static absl::StatusOr<Safetensors> Parse(absl::string_view bytes);
 
   // Null when there is no such tensor.
@@ -39,7 +41,9 @@ class Safetensors {
 };
 
 // One file of `tensors` and `metadata`: the same content gives the same bytes (names sorted, header
-// padded with blanks to 8 bytes). REQUIRES: each data size fits its dtype and shape.
+// padded with blanks to 8 bytes). Metadata that is not UTF-8 is written with U+FFFD in the place of
+// what is not. REQUIRES: each data size fits its dtype and shape; the names of tensors and
+// metadata are UTF-8, no tensor's is "__metadata__".
 std::string WriteSafetensors(const std::map<std::string, Safetensors::Tensor>& tensors,
                              const std::map<std::string, std::string>& metadata);
 

@@ -3,6 +3,7 @@
 #include <openssl/crypto.h>
 
 #include "absl/strings/str_cat.h"
+#include "proto/check.h"
 #include "proto/fields.h"
 
 namespace okv {
@@ -11,7 +12,6 @@ namespace {
 constexpr absl::string_view kTicketMagic = "OKVT1";
 constexpr absl::string_view kReservationMagic = "OKVR1";
 constexpr size_t kMacBytes = 32;
-constexpr size_t kTextBytesMax = 1024;
 
 // Field tags, on the wire: never renumber.
 enum Tag : uint8_t {
@@ -25,6 +25,7 @@ enum Tag : uint8_t {
 };
 
 std::string Sign(std::string body, absl::string_view ticket_key) {
+  OKV_CHECK(!ticket_key.empty());
   const std::array<uint8_t, 32> mac = HmacSha256(ticket_key, body);
   body.append(reinterpret_cast<const char*>(mac.data()), mac.size());
   return body;
@@ -38,6 +39,7 @@ absl::Status Denied(absl::string_view what, absl::string_view why) {
 absl::StatusOr<absl::string_view> CheckSignature(absl::string_view what, absl::string_view magic,
                                                  absl::string_view sealed,
                                                  absl::string_view ticket_key) {
+  if (ticket_key.empty()) return Denied(what, "cannot be checked without a ticket key");
   if (sealed.size() < magic.size() + kMacBytes || sealed.substr(0, magic.size()) != magic) {
     return Denied(what, "is malformed");
   }
@@ -51,12 +53,16 @@ absl::StatusOr<absl::string_view> CheckSignature(absl::string_view what, absl::s
 
 absl::Status CheckExpiry(absl::string_view what, int64_t expires_wall_us, int64_t now_wall_us) {
   if (now_wall_us < expires_wall_us) return absl::OkStatus();
-  return Denied(what, absl::StrCat("expired ", (now_wall_us - expires_wall_us) / 1000, " ms ago"));
+  // Unsigned: a signed ticket may still say INT64_MIN.
+  const uint64_t late_us =
+      static_cast<uint64_t>(now_wall_us) - static_cast<uint64_t>(expires_wall_us);
+  return Denied(what, absl::StrCat("expired ", late_us / 1000, " ms ago"));
 }
 
 }  // namespace
 
 std::string SealTicket(const Ticket& ticket, absl::string_view ticket_key) {
+  OKV_CHECK(ticket.tenant.size() <= kTicketTextBytesMax);
   std::string body(kTicketMagic);
   FieldWriter fields(&body);
   fields.Bytes(kTenant, ticket.tenant);
@@ -71,7 +77,7 @@ absl::StatusOr<Ticket> OpenTicket(absl::string_view sealed, absl::string_view ti
   if (!body.ok()) return body.status();
   FieldReader reader(*body);
   Ticket ticket;
-  ticket.tenant = std::string(reader.Bytes(kTenant, kTextBytesMax));
+  ticket.tenant = std::string(reader.Bytes(kTenant, kTicketTextBytesMax));
   const absl::string_view format_id = reader.Bytes(kFormatId, 32);
   ticket.expires_wall_us = static_cast<int64_t>(reader.U64(kExpires));
   if (!reader.done() || format_id.size() != 32) return Denied("ticket", "is malformed");
@@ -82,6 +88,8 @@ absl::StatusOr<Ticket> OpenTicket(absl::string_view sealed, absl::string_view ti
 }
 
 std::string SealReservation(const Reservation& reservation, absl::string_view ticket_key) {
+  OKV_CHECK(reservation.tenant.size() <= kTicketTextBytesMax);
+  OKV_CHECK(reservation.node_id.size() <= kTicketTextBytesMax);
   std::string body(kReservationMagic);
   FieldWriter fields(&body);
   fields.Bytes(kTenant, reservation.tenant);
@@ -100,12 +108,12 @@ absl::StatusOr<Reservation> OpenReservation(absl::string_view sealed, absl::stri
   if (!body.ok()) return body.status();
   FieldReader reader(*body);
   Reservation reservation;
-  reservation.tenant = std::string(reader.Bytes(kTenant, kTextBytesMax));
+  reservation.tenant = std::string(reader.Bytes(kTenant, kTicketTextBytesMax));
   const absl::string_view format_id = reader.Bytes(kFormatId, 32);
   reservation.expires_wall_us = static_cast<int64_t>(reader.U64(kExpires));
   const absl::string_view key = reader.Bytes(kKey, 32);
   const uint32_t codec = reader.U32(kCodec);
-  reservation.node_id = std::string(reader.Bytes(kNodeId, kTextBytesMax));
+  reservation.node_id = std::string(reader.Bytes(kNodeId, kTicketTextBytesMax));
   reservation.write_id = WriteId(reader.U64(kWriteId));
   if (!reader.done() || format_id.size() != 32 || key.size() != 32 || !IsCodec(codec)) {
     return Denied("reservation", "is malformed");

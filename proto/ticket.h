@@ -1,17 +1,21 @@
 #ifndef OKV_PROTO_TICKET_H_
 #define OKV_PROTO_TICKET_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "proto/ids.h"
 
 namespace okv {
 
 // What the control plane signs so that a node can check it without asking: HMAC-SHA-256 with the
 // ticket key that a node gets when it registers. Plain values.
+
+inline constexpr size_t kTicketTextBytesMax = 1024;
 
 // Opens a data-plane session.
 struct Ticket {
@@ -30,10 +34,13 @@ struct Reservation {
   int64_t expires_wall_us = 0;
 };
 
+// REQUIRES: a ticket key; tenant and node id of at most kTicketTextBytesMax bytes (a longer one
+// could not be opened).
 std::string SealTicket(const Ticket& ticket, absl::string_view ticket_key);
 std::string SealReservation(const Reservation& reservation, absl::string_view ticket_key);
 
-// kPermissionDenied when the seal is malformed, signed with another key, or (by now_wall_us) expired.
+// kPermissionDenied, saying which, when the seal is malformed, signed with another key, or (by
+// now_wall_us) expired, and when there is no ticket key: an empty key would let anyone sign.
 absl::StatusOr<Ticket> OpenTicket(absl::string_view sealed, absl::string_view ticket_key,
                                   int64_t now_wall_us);
 absl::StatusOr<Reservation> OpenReservation(absl::string_view sealed, absl::string_view ticket_key,

@@ -1,0 +1,189 @@
+#ifndef OKV_CACHE_NODE_BLOCK_TABLE_H_
+#define OKV_CACHE_NODE_BLOCK_TABLE_H_
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/tier.h"
+#include "proto/ids.h"
+#include "proto/mutex.h"
+
+namespace okv {
+
+class BlockTable;
+
+namespace internal {
+// One object of the table. Guarded by the table's mutex; `object` never changes.
+struct TableEntry {
+  ObjectRef object;
+  absl::Span<const uint8_t> dram;  // Empty: not in DRAM.
+  bool on_disk = false;
+  bool doomed = false;    // Nobody may pin it any more.
+  bool released = false;  // Doomed, and its disk copy is gone: the last unpin forgets it.
+  uint32_t pins = 0;
+  std::list<TableEntry*>::iterator lru;  // In the table's list while in DRAM.
+};
+}  // namespace internal
+
+// A hold on an object: while it lives, its DRAM copy, if any, stays where it is. Move-only.
+// Thread-compatible; outlived by the table.
+class ObjectPin {
+ public:
+  ObjectPin() = default;
+  ObjectPin(ObjectPin&& other) noexcept
+      : table_(std::exchange(other.table_, nullptr)), entry_(other.entry_) {}
+  ObjectPin& operator=(ObjectPin&& other) noexcept {
+    if (this != &other) {
+      Release();
+      table_ = std::exchange(other.table_, nullptr);
+      entry_ = other.entry_;
+    }
+    return *this;
+  }
+  ~ObjectPin() { Release(); }
+
+  bool held() const { return table_ != nullptr; }
+  // REQUIRES: held().
+  const HeldObject& object() const { return *entry_->object; }
+  ObjectRef object_ref() const { return entry_->object; }
+  const ObjectId& id() const { return entry_->object->header.id; }
+  // The payload where it is in DRAM, empty when it is not. Never changes once it is there.
+  absl::Span<const uint8_t> dram() const;
+  bool on_disk() const;
+  void Release();
+
+ private:
+  friend class BlockTable;
+  ObjectPin(BlockTable* table, internal::TableEntry* entry) : table_(table), entry_(entry) {}
+
+  BlockTable* table_ = nullptr;
+  internal::TableEntry* entry_ = nullptr;
+};
+
+// The right to write one object: nobody else gets it meanwhile. Given up unless committed. Move-only.
+class WriteClaim {
+ public:
+  WriteClaim() = default;
+  WriteClaim(WriteClaim&& other) noexcept
+      : table_(std::exchange(other.table_, nullptr)), id_(other.id_) {}
+  WriteClaim& operator=(WriteClaim&& other) noexcept {
+    if (this != &other) {
+      Release();
+      table_ = std::exchange(other.table_, nullptr);
+      id_ = other.id_;
+    }
+    return *this;
+  }
+  ~WriteClaim() { Release(); }
+  const ObjectId& id() const { return id_; }
+
+ private:
+  friend class BlockTable;
+  WriteClaim(BlockTable* table, const ObjectId& id) : table_(table), id_(id) {}
+  void Release();
+
+  BlockTable* table_ = nullptr;
+  ObjectId id_;
+};
+
+// Everything counted once per object, whatever its copies.
+struct TableStats {
+  struct PerCodec {
+    uint64_t stored_bytes = 0;   // Payload.
+    uint64_t logical_bytes = 0;  // The same tokens in BF16.
+    uint64_t dram_objects = 0;
+    uint64_t disk_objects = 0;
+  };
+  std::array<PerCodec, 2> codecs;  // In the order of kCodecs.
+  uint64_t objects_count = 0;
+  uint64_t pins_count = 0;
+  uint64_t claims_count = 0;
+};
+
+// What this node holds, and where. The only authority: metrics, inventory and the control plane's
+// index follow it. An object leaves DRAM only when it is on disk and nobody pins it. Thread-safe;
+// `dram` outlives it. Lock order: the table's, the DRAM tier's, the pool's.
+class BlockTable {
+ public:
+  explicit BlockTable(DramTier* dram) : dram_(dram) {}
+  ~BlockTable();
+  BlockTable(const BlockTable&) = delete;
+  BlockTable& operator=(const BlockTable&) = delete;
+
+  // kAlreadyExists when the object is held; kAborted when another write of it is under way, or an old
+  // copy is still leaving.
+  absl::StatusOr<WriteClaim> Claim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
+  // The claimed object is held from now on, its payload in `extent`.
+  void Commit(WriteClaim claim, ObjectRef object, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
+  // The object is on disk, as found there at start. False when it was known.
+  bool AdoptFromDisk(ObjectRef object) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // kNotFound when it is not held. Counts as a use.
+  absl::StatusOr<ObjectPin> Pin(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
+  // A copy from disk came up: it becomes the DRAM copy unless another got there first.
+  void AttachDram(const ObjectPin& pin, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
+
+  enum class Where { kAnywhere, kOnDiskToo, kOnlyInDram };
+  struct ColdestQuery {
+    uint64_t bytes = 0;      // Until this much is found,
+    size_t objects_max = 0;  // or this many.
+    Where where = Where::kAnywhere;
+  };
+  // Pins the least recently used objects in DRAM that nobody pins. Not a use.
+  std::vector<ObjectPin> PinColdest(const ColdestQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
+  // A durable copy is on disk.
+  void MarkOnDisk(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
+  // Gives the pin back and, if the object is on disk and no other pin is left, its DRAM copy. Returns
+  // the payload bytes that left DRAM.
+  uint64_t UnpinAndEvict(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // The object is damaged: from now on it is not found. False when it was doomed before. The caller
+  // removes the disk copy, then calls Forget: it goes when the last pin does.
+  bool Doom(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
+  void Forget(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Every object held. A snapshot.
+  std::vector<ObjectRef> Objects() const ABSL_LOCKS_EXCLUDED(mu_);
+  TableStats stats() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  friend class ObjectPin;
+  friend class WriteClaim;
+  using Entry = internal::TableEntry;
+
+  absl::Span<const uint8_t> Dram(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
+  bool OnDisk(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
+  void Unpin(Entry* entry) ABSL_LOCKS_EXCLUDED(mu_);
+  void Unclaim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
+
+  void UnpinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void SetDram(Entry* entry, Extent extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DropDram(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  TableStats::PerCodec& CodecStats(const Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Adds or takes away what the object counts as.
+  void Count(const Entry& entry, bool add) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  DramTier* const dram_;
+
+  mutable Mutex mu_;
+  absl::flat_hash_map<ObjectId, std::unique_ptr<Entry>> entries_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<ObjectId> claims_ ABSL_GUARDED_BY(mu_);
+  std::list<Entry*> lru_ ABSL_GUARDED_BY(mu_);  // In DRAM, the coldest first.
+  TableStats stats_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace okv
+
+#endif  // OKV_CACHE_NODE_BLOCK_TABLE_H_

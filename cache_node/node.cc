@@ -1,0 +1,154 @@
+#include "cache_node/node.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <utility>
+#include <vector>
+
+#include "absl/memory/memory.h"
+#include "absl/strings/str_cat.h"
+#include "client/transport/address.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+namespace {
+
+// How long a stopping node waits for the control plane to take its last reports.
+constexpr std::chrono::milliseconds kDrainTimeout(2000);
+
+bool IsLoopback(const sockaddr_storage& storage) {
+  if (storage.ss_family == AF_INET) {
+    const auto& address = reinterpret_cast<const sockaddr_in&>(storage);
+    return ntohl(address.sin_addr.s_addr) >> 24 == 127;
+  }
+  return storage.ss_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr);
+}
+
+absl::Status CheckBind(absl::string_view flag, const std::string& address) {
+  const absl::StatusOr<SocketAddress> parsed = ParseAddress(address);
+  if (!parsed.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flag, " '", address, "': ", parsed.status().message()));
+  }
+  if (IsLoopback(parsed->storage)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(flag, " '", address,
+                   "' is not a loopback address, and without certificates a node binds to no other"));
+}
+
+}  // namespace
+
+absl::Status NodeOptions::Validate() const {
+  if (control_address.empty()) return absl::InvalidArgumentError("--control is missing");
+  if (data_dir.empty()) return absl::InvalidArgumentError("--data_dir is missing");
+  OKV_RETURN_IF_ERROR(CheckBind("--listen", listen_address));
+  OKV_RETURN_IF_ERROR(CheckBind("--metrics", metrics_address));
+  if (control_timeout.count() <= 0) {
+    return absl::InvalidArgumentError("--control_timeout must be positive");
+  }
+  OKV_RETURN_IF_ERROR(spill.Validate());
+  return data_plane.Validate();
+}
+
+absl::StatusOr<std::unique_ptr<Node>> Node::Start(
+    const NodeOptions& options, std::unique_ptr<Transport> transport, const Clock* clock,
+    std::function<void(const std::string& line)> log) {
+  OKV_RETURN_IF_ERROR(options.Validate());
+  auto node = absl::WrapUnique(new Node(options, std::move(transport), clock, std::move(log)));
+  OKV_RETURN_IF_ERROR(node->StartParts());
+  return node;
+}
+
+Node::Node(const NodeOptions& options, std::unique_ptr<Transport> transport, const Clock* clock,
+           std::function<void(const std::string& line)> log)
+    : options_(options), clock_(clock), log_(std::move(log)), transport_(std::move(transport)) {}
+
+StorageOptions Node::MakeStorageOptions() const {
+  StorageOptions options;
+  options.pool = {
+      .arena_bytes = options_.dram_bytes, .prefault = options_.prefault, .progress = {}};
+  options.disk = {.data_dir = options_.data_dir,
+                  .disk_bytes = options_.disk_bytes,
+                  .node_id = options_.node_id};
+  options.spill = options_.spill;
+  return options;
+}
+
+MembershipOptions Node::MakeMembershipOptions() const {
+  MembershipOptions options;
+  options.control_address = options_.control_address;
+  options.node_id = storage_->node_id();
+  options.data_address = data_address_;
+  options.metrics_address = metrics_server_->address();
+  return options;
+}
+
+absl::Status Node::StartParts() {
+  // Objects are removed only by transfers, and those come after the registration.
+  const auto on_removed = [this](const ObjectId& id, const absl::Status& why) {
+    log_(absl::StrCat("quarantined ", CodecName(id.codec), " object ", id.key.Short(), ": ",
+                      why.message()));
+    membership_->Removed(id);
+  };
+  OKV_ASSIGN_OR_RETURN(
+      storage_, Storage::Open(MakeStorageOptions(), {.metrics = &metrics_,
+                                                     .clock = clock_,
+                                                     .on_removed = on_removed,
+                                                     .log = log_}));
+  OKV_RETURN_IF_ERROR(transport_->RegisterMemory(storage_->pool()->arena()));
+  data_plane_ = std::make_unique<DataPlane>(
+      options_.data_plane,
+      DataPlane::Parts{
+          .transport = transport_.get(),
+          .table = storage_->table(),
+          .spiller = storage_->spiller(),
+          .formats = storage_->formats(),
+          .metrics = &metrics_,
+          .clock = clock_,
+          .node_id = storage_->node_id(),
+          .ticket_key =
+              [this] {
+                const Membership* membership = live_membership_.load();
+                return membership != nullptr ? membership->ticket_key() : std::string();
+              },
+          .on_committed = [this](ObjectRef object) { membership_->Committed(std::move(object)); },
+          .log = log_});
+  OKV_ASSIGN_OR_RETURN(data_address_, data_plane_->Listen(options_.listen_address));
+  metrics_.SetSources({.table = storage_->table(),
+                       .tiers = storage_->tiers(),
+                       .sessions_count = [this] { return data_plane_->sessions_count(); }});
+  OKV_ASSIGN_OR_RETURN(metrics_server_, MetricsServer::Start(options_.metrics_address,
+                                                             [this] { return metrics_.Text(); }));
+  membership_ = std::make_unique<Membership>(
+      MakeMembershipOptions(),
+      Membership::Parts{.tiers =
+                            [this] {
+                              std::vector<std::pair<std::string, TierStats>> tiers;
+                              for (const Tier* tier : storage_->tiers()) {
+                                tiers.emplace_back(std::string(tier->name()), tier->stats());
+                              }
+                              return tiers;
+                            },
+                        .objects = [this] { return storage_->table()->Objects(); },
+                        .log = log_});
+  live_membership_ = membership_.get();
+  return membership_->Start(options_.control_timeout);
+}
+
+Node::~Node() {
+  if (data_plane_ != nullptr) data_plane_->StopThreads();
+  if (storage_ != nullptr) storage_->StopSpilling();
+  transport_.reset();
+  if (membership_ != nullptr) {
+    storage_->SpillRest(std::chrono::nanoseconds(options_.spill_timeout).count());
+    membership_->Drain(kDrainTimeout);
+    membership_->Stop();
+  }
+  metrics_server_.reset();
+  metrics_.ClearSources();
+  data_plane_.reset();
+}
+
+}  // namespace okv

@@ -1,0 +1,74 @@
+#ifndef OKV_CACHE_NODE_NODE_METRICS_H_
+#define OKV_CACHE_NODE_NODE_METRICS_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "cache_node/block_table.h"
+#include "cache_node/tiers/tier.h"
+#include "prometheus/counter.h"
+#include "prometheus/family.h"
+#include "prometheus/histogram.h"
+#include "prometheus/metric_family.h"
+#include "prometheus/registry.h"
+#include "proto/mutex.h"
+
+namespace okv {
+
+// What /metrics shows of a node. Counters and histograms are told; gauges are read from their owners
+// when somebody looks, so that they cannot drift. Thread-safe.
+class NodeMetrics {
+ public:
+  NodeMetrics();
+
+  // Where the gauges come from; all outlive the last Text() before ClearSources.
+  struct Sources {
+    const BlockTable* table = nullptr;
+    std::vector<const Tier*> tiers;
+    std::function<uint64_t()> sessions_count;
+  };
+  void SetSources(Sources sources) ABSL_LOCKS_EXCLUDED(mu_);
+  void ClearSources() ABSL_LOCKS_EXCLUDED(mu_) { SetSources({}); }
+
+  // One object each. `tier`: where the payload came from.
+  void FetchHit(absl::string_view tier, double seconds);
+  enum class Miss { kNotHeld, kOtherTenant };
+  void FetchMiss(Miss reason);
+  void FetchFailure(absl::StatusCode code);
+  void Put(absl::StatusCode code);
+  void Spilled(uint64_t payload_bytes);
+  void Promoted(uint64_t payload_bytes);
+  void Corrupt(absl::string_view tier);
+  void Verified(double seconds);
+
+  // The Prometheus text format.
+  std::string Text() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  std::vector<prometheus::MetricFamily> Gauges() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Thread-safe themselves, constant after construction.
+  prometheus::Registry registry_;
+  prometheus::Family<prometheus::Counter>* const hits_;
+  prometheus::Family<prometheus::Counter>* const misses_;
+  prometheus::Family<prometheus::Counter>* const failures_;
+  prometheus::Family<prometheus::Counter>* const puts_;
+  prometheus::Family<prometheus::Counter>* const corrupt_;
+  prometheus::Counter* const spilled_bytes_;
+  prometheus::Counter* const promoted_bytes_;
+  prometheus::Histogram* const fetch_seconds_;
+  prometheus::Histogram* const verify_seconds_;
+
+  mutable Mutex mu_;
+  Sources sources_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace okv
+
+#endif  // OKV_CACHE_NODE_NODE_METRICS_H_

@@ -1,0 +1,198 @@
+#ifndef OKV_CACHE_NODE_SERVE_H_
+#define OKV_CACHE_NODE_SERVE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "cache_node/block_table.h"
+#include "cache_node/formats.h"
+#include "cache_node/node_metrics.h"
+#include "cache_node/spill.h"
+#include "cache_node/work_queue.h"
+#include "client/transport/transport.h"
+#include "proto/clock.h"
+#include "proto/data_plane.pb.h"
+#include "proto/mutex.h"
+#include "proto/page_layout.h"
+
+namespace okv {
+
+struct DataPlaneOptions {
+  size_t sessions_max = 1024;
+  // Objects asked for and not yet on their way, a session.
+  size_t objects_queued_max = size_t{4} * kObjectsPerFetchMax;
+  // Transfers to readers at once: enough to keep a link busy, few enough that the pins of one slow
+  // reader, and the buffers of disk reads that DRAM has no room for, stay a small part of the arena.
+  uint32_t bulks_per_session_max = 32;
+  uint32_t bulks_max = 128;
+  // Puts offered and not yet answered, a session.
+  size_t puts_per_session_max = 4096;
+  uint32_t disk_threads = 2;
+
+  int64_t hello_nanos_max = 10'000'000'000;  // A connection that says nothing is closed.
+  int64_t fetch_nanos_max = 60'000'000'000;  // Also for a request without a deadline.
+  int64_t put_nanos_max = 60'000'000'000;
+  // A transfer still running this long after its deadline ends with its session: nothing else frees
+  // what it pins.
+  int64_t stall_nanos = 5'000'000'000;
+
+  // kInvalidArgument naming the field.
+  absl::Status Validate() const;
+};
+
+// Answers workers. A session is a connection: Hello first, with a ticket and a format; then fetches,
+// which send objects straight from the arena, and puts, which receive straight into it.
+// What a peer sends is checked before it is used, and nothing is allocated by a length it claims.
+// Everything private is owned by the transport's thread. Disk reads run on a few threads beside it.
+class DataPlane final : public Transport::AcceptHandler {
+ public:
+  struct Parts {
+    Transport* transport;
+    BlockTable* table;
+    Spiller* spiller;
+    Formats* formats;
+    NodeMetrics* metrics;
+    const Clock* clock;
+    std::string node_id;
+    std::function<std::string()> ticket_key;  // Empty: nobody can be let in yet.
+    std::function<void(ObjectRef object)> on_committed;
+    std::function<void(const std::string& line)> log;
+  };
+  // REQUIRES: options.Validate() is OK. The parts outlive it, but for the transport, which must be gone
+  // before it.
+  DataPlane(const DataPlaneOptions& options, Parts parts);
+  ~DataPlane() override;
+
+  // Errors are Transport::Listen's. Once.
+  absl::StatusOr<std::string> Listen(const std::string& address);
+  // Ends disk reads and the clock's ticks; sessions end with the transport.
+  void StopThreads() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Any thread.
+  uint64_t sessions_count() const { return sessions_count_.load(); }
+
+  void OnAccept(Connection* connection) override;
+  void OnMessage(Connection* connection, MessageType type, absl::string_view message) override;
+  void OnBulk(Connection* connection, MessageType type, absl::string_view header,
+              std::unique_ptr<BulkReceive> payload) override;
+  void OnClosed(Connection* connection, const absl::Status& why) override;
+
+  // What time does: expires requests, closes who is silent or stalled. Transport thread; the ticker
+  // calls it every kTickMillis.
+  void Tick();
+  static constexpr int kTickMillis = 20;
+
+ private:
+  // One object that a reader asked for.
+  struct Delivery {
+    uint64_t request_id;
+    uint32_t ordinal;
+    ObjectId id;
+    BlockIndex index;
+    int64_t received_nanos;
+    int64_t deadline_nanos;
+    ObjectPin pin;                        // From its turn on.
+    std::unique_ptr<uint8_t[]> own;       // The payload, when DRAM has no room for it.
+    absl::Status loaded;                  // How the disk read ended.
+    absl::string_view tier = "dram";
+    bool sending = false;
+  };
+  // Shared with a disk read, which outlives a session that closes.
+  using DeliveryRef = std::shared_ptr<Delivery>;
+
+  // One object that a writer offers.
+  struct Incoming {
+    uint64_t request_id;
+    int64_t received_nanos;
+    ObjectRef object;
+    WriteClaim claim;
+    std::unique_ptr<BulkReceive> payload;
+    Extent extent;
+  };
+
+  struct Session {
+    enum class State { kNew, kOpen, kRefused, kClosing };
+    uint64_t id;
+    Connection* connection;
+    State state = State::kNew;
+    int64_t since_nanos;  // Of the state.
+    std::string client_name;
+    std::string tenant;
+    const Format* format = nullptr;
+    FormatId format_id;
+    PageLayout layout;
+    std::deque<DeliveryRef> queue;
+    int64_t queue_deadline_nanos = 0;  // No deadline in the queue is earlier.
+    bool has_turn = false;             // It is in turns_.
+    absl::flat_hash_map<uint64_t, DeliveryRef> sending;  // By serial number.
+    absl::flat_hash_map<uint64_t, std::unique_ptr<Incoming>> incoming;
+  };
+
+  // Null for a connection that is being closed.
+  Session* Find(Connection* connection);
+  Session* FindById(uint64_t session_id);
+  void Close(Session* session, absl::string_view why);
+  void Erase(uint64_t session_id);
+
+  void OnHello(Session* session, absl::string_view message);
+  absl::Status OpenSession(Session* session, const v1::Hello& hello);
+
+  void OnFetchRequest(Session* session, absl::string_view message);
+  absl::Status CheckFetch(const Session& session, const v1::FetchRequest& request) const;
+  // Gives free places to sessions that have something to send, in turn.
+  void Pump();
+  void TakeTurn(Session* session);
+  void Start(Session* session, DeliveryRef delivery);
+  absl::Status PinFor(const Session& session, Delivery* delivery);
+  void Loaded(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
+  void SendDelivery(Session* session, uint64_t serial, Delivery* delivery);
+  void OnSent(Session* session, uint64_t serial, const absl::Status& status);
+  void SendFailure(Session* session, uint64_t request_id, uint32_t ordinal,
+                   const absl::Status& status);
+
+  void OnPutOffer(Session* session, absl::string_view header, std::unique_ptr<BulkReceive> payload);
+  // What the offer is for, once everything it says was checked.
+  absl::StatusOr<ObjectRef> CheckOffer(const Session& session, const v1::PutOffer& offer,
+                                       size_t payload_bytes) const;
+  void OnRoom(uint64_t session_id, uint64_t serial, absl::StatusOr<Extent> extent);
+  void OnReceived(uint64_t session_id, uint64_t serial, const absl::Status& status);
+  absl::Status CommitIncoming(Incoming* incoming);
+  void AnswerPut(Session* session, uint64_t request_id, const absl::Status& status);
+
+  void RunTicker() ABSL_LOCKS_EXCLUDED(mu_);
+  void ExpireQueue(Session* session, int64_t now_nanos);
+  // Why the session should be closed by now; empty: it should not.
+  std::string Overdue(const Session& session, int64_t now_nanos) const;
+
+  const DataPlaneOptions options_;
+  const Parts parts_;
+  std::atomic<uint64_t> sessions_count_{0};
+  std::atomic<bool> tick_posted_{false};
+
+  // ---- Transport thread.
+  absl::flat_hash_map<uint64_t, std::unique_ptr<Session>> sessions_;
+  absl::flat_hash_map<Connection*, uint64_t> by_connection_;
+  std::deque<uint64_t> turns_;  // Session ids.
+  uint32_t bulks_count_ = 0;    // Places taken, disk reads included.
+  uint64_t next_session_id_ = 1;
+  uint64_t next_serial_ = 1;
+
+  Mutex mu_;
+  CondVar stop_changed_;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+
+  WorkQueue disk_;
+  std::thread ticker_;
+};
+
+}  // namespace okv
+
+#endif  // OKV_CACHE_NODE_SERVE_H_

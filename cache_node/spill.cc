@@ -1,0 +1,308 @@
+#include "cache_node/spill.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/check.h"
+#include "proto/object.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+namespace {
+
+// How long the thread rests when it can free nothing: pins go with the transfers that hold them.
+constexpr std::chrono::milliseconds kRest(10);
+constexpr size_t kEvictObjects = 64;
+
+double Seconds(int64_t nanos) { return static_cast<double>(nanos) * 1e-9; }
+
+}  // namespace
+
+absl::Status SpillerOptions::Validate() const {
+  if (!(0 < low_watermark && low_watermark <= high_watermark && high_watermark <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("watermarks must be 0 < low <= high <= 1, not ", low_watermark, " and ",
+                     high_watermark));
+  }
+  if (group_bytes_max == 0 || group_objects_max == 0) {
+    return absl::InvalidArgumentError("spill groups must hold something");
+  }
+  return absl::OkStatus();
+}
+
+Spiller::Spiller(const SpillerOptions& options, const Parts& parts)
+    : options_(options), parts_(parts) {}
+
+Spiller::~Spiller() { Stop(); }
+
+void Spiller::Start() {
+  thread_ = std::thread([this] { Run(); });
+}
+
+void Spiller::Stop() {
+  {
+    MutexLock lock(&mu_);
+    stopping_ = true;
+    wake_.SignalAll();
+  }
+  if (thread_.joinable()) thread_.join();
+  FailWaiters(absl::UnavailableError("the node is stopping"));
+}
+
+bool Spiller::AboveWatermark(double watermark) const {
+  const TierStats stats = parts_.dram->stats();
+  return static_cast<double>(stats.used_bytes) >
+         watermark * static_cast<double>(stats.capacity_bytes);
+}
+
+uint64_t Spiller::GroupBytes() const {
+  return std::min(options_.group_bytes_max, parts_.dram->stats().capacity_bytes / 16);
+}
+
+void Spiller::Allocate(size_t bytes, AllocateDone done) {
+  absl::Status refused;
+  {
+    MutexLock lock(&mu_);
+    if (stopping_) {
+      refused = absl::UnavailableError("the node is stopping");
+    } else if (waiters_.size() >= options_.waiters_max) {
+      refused = absl::ResourceExhaustedError(
+          absl::StrCat("DRAM is full, and ", waiters_.size(), " puts wait for room already"));
+    } else if (!waiters_.empty()) {  // Nobody overtakes: a large payload would wait for ever.
+      waiters_.push_back({.bytes = bytes,
+                          .deadline_nanos = parts_.clock->NowNanos() + options_.allocate_wait_nanos,
+                          .done = std::move(done)});
+      return;
+    }
+  }
+  if (!refused.ok()) {
+    done(refused);
+    return;
+  }
+  absl::StatusOr<Extent> extent = AllocateNow(bytes);
+  const bool wait = absl::IsResourceExhausted(extent.status());
+  if (wait || AboveWatermark(options_.high_watermark)) {
+    MutexLock lock(&mu_);
+    work_ = true;
+    if (wait && !stopping_) {
+      waiters_.push_back({.bytes = bytes,
+                          .deadline_nanos = parts_.clock->NowNanos() + options_.allocate_wait_nanos,
+                          .done = std::exchange(done, nullptr)});
+    }
+    wake_.Signal();
+  }
+  if (done) done(std::move(extent));
+}
+
+absl::StatusOr<Extent> Spiller::AllocateNow(size_t bytes) {
+  while (true) {
+    absl::StatusOr<Extent> extent = parts_.dram->Allocate(bytes);
+    if (!absl::IsResourceExhausted(extent.status()) || EvictClean(bytes) == 0) return extent;
+  }
+}
+
+uint64_t Spiller::EvictClean(uint64_t bytes) {
+  uint64_t freed = 0;
+  for (ObjectPin& pin : parts_.table->PinColdest({.bytes = bytes,
+                                                  .objects_max = kEvictObjects,
+                                                  .where = BlockTable::Where::kOnDiskToo})) {
+    freed += parts_.table->UnpinAndEvict(std::move(pin));
+  }
+  return freed;
+}
+
+void Spiller::Run() {
+  bool rest = false;
+  while (true) {
+    {
+      MutexLock lock(&mu_);
+      while (!stopping_ && (rest || (!work_ && waiters_.empty()))) {
+        if (rest) {
+          wake_.WaitFor(&mu_, kRest);
+          rest = false;
+        } else {
+          wake_.Wait(&mu_);
+        }
+      }
+      if (stopping_) return;
+      work_ = false;
+    }
+    ServeWaiters();
+    while (HasWaiters() || AboveWatermark(options_.low_watermark)) {
+      const absl::StatusOr<uint64_t> freed = SpillGroup();
+      if (absl::IsResourceExhausted(freed.status())) {
+        FailWaiters(absl::ResourceExhaustedError(
+            absl::StrCat("DRAM is full: ", freed.status().message())));
+      }
+      ServeWaiters();
+      {
+        MutexLock lock(&mu_);
+        if (stopping_) return;
+      }
+      if (!freed.ok() || *freed == 0) {
+        rest = true;
+        break;
+      }
+    }
+  }
+}
+
+void Spiller::ServeWaiters() {
+  while (true) {
+    Waiter waiter;
+    absl::StatusOr<Extent> extent = absl::UnknownError("");
+    {
+      MutexLock lock(&mu_);
+      if (waiters_.empty()) return;
+      extent = parts_.dram->Allocate(waiters_.front().bytes);
+      const bool expired = parts_.clock->NowNanos() >= waiters_.front().deadline_nanos;
+      if (absl::IsResourceExhausted(extent.status()) && !expired) return;
+      waiter = std::move(waiters_.front());
+      waiters_.pop_front();
+    }
+    waiter.done(std::move(extent));
+  }
+}
+
+void Spiller::FailWaiters(const absl::Status& status) {
+  std::deque<Waiter> waiters;
+  {
+    MutexLock lock(&mu_);
+    waiters.swap(waiters_);
+  }
+  for (Waiter& waiter : waiters) waiter.done(status);
+}
+
+bool Spiller::HasWaiters() const {
+  MutexLock lock(&mu_);
+  return !waiters_.empty();
+}
+
+absl::StatusOr<uint64_t> Spiller::SpillGroup() {
+  std::vector<ObjectPin> pins = parts_.table->PinColdest(
+      {.bytes = GroupBytes(), .objects_max = options_.group_objects_max});
+  bool disk_full = false;
+  const absl::Status status = CopyDown(&pins, &disk_full);
+  uint64_t freed = 0;
+  for (ObjectPin& pin : pins) freed += parts_.table->UnpinAndEvict(std::move(pin));
+  // The coldest could not go: perhaps a warmer one is on disk already.
+  if (freed == 0) freed = EvictClean(GroupBytes());
+  if (freed > 0) return freed;
+  OKV_RETURN_IF_ERROR(status);
+  if (disk_full) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the disk tier has ", parts_.disk->stats().used_bytes, " of ",
+        parts_.disk->stats().capacity_bytes, " bytes in use"));
+  }
+  return 0;
+}
+
+absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
+  const TierStats disk = parts_.disk->stats();
+  uint64_t room = disk.capacity_bytes - std::min(disk.capacity_bytes, disk.used_bytes);
+  std::vector<TierWrite> group;
+  std::vector<ObjectPin> kept;
+  std::vector<const ObjectPin*> written;
+  uint64_t bytes = 0;
+  kept.reserve(pins->size());
+  for (ObjectPin& pin : *pins) {
+    if (!pin.on_disk() && !unflushed_.contains(pin.id())) {
+      const uint64_t cost = parts_.disk->CostBytes(pin.object());
+      if (cost > room) {
+        *disk_full = true;
+        continue;
+      }
+      if (const absl::Status status = Verify(pin.object(), pin.dram()); !status.ok()) {
+        Quarantine(std::move(pin), *parts_.dram, status);
+        continue;
+      }
+      room -= cost;
+      group.push_back({.object = pin.object_ref(), .payload = pin.dram()});
+    }
+    kept.push_back(std::move(pin));
+  }
+  *pins = std::move(kept);
+  if (!group.empty()) {
+    OKV_RETURN_IF_ERROR(parts_.disk->Put(group));
+    for (const TierWrite& write : group) unflushed_.insert(write.object->header.id);
+  }
+  for (const ObjectPin& pin : *pins) {
+    if (unflushed_.contains(pin.id())) written.push_back(&pin);
+  }
+  if (written.empty()) return absl::OkStatus();
+  OKV_RETURN_IF_ERROR(parts_.disk->Flush());
+  for (const ObjectPin* pin : written) {
+    parts_.table->MarkOnDisk(*pin);
+    unflushed_.erase(pin->id());
+    bytes += pin->object().header.payload_bytes;
+  }
+  parts_.metrics->Spilled(bytes);
+  return absl::OkStatus();
+}
+
+size_t Spiller::SpillAll(int64_t deadline_nanos) {
+  OKV_CHECK(!thread_.joinable());
+  while (parts_.clock->NowNanos() < deadline_nanos) {
+    std::vector<ObjectPin> pins =
+        parts_.table->PinColdest({.bytes = GroupBytes(),
+                                  .objects_max = options_.group_objects_max,
+                                  .where = BlockTable::Where::kOnlyInDram});
+    if (pins.empty()) return 0;
+    bool disk_full = false;
+    if (!CopyDown(&pins, &disk_full).ok() || pins.empty()) break;
+  }
+  const TableStats stats = parts_.table->stats();
+  uint64_t on_disk = 0;
+  for (const TableStats::PerCodec& codec : stats.codecs) on_disk += codec.disk_objects;
+  return stats.objects_count - on_disk;
+}
+
+absl::StatusOr<std::unique_ptr<uint8_t[]>> Spiller::Load(ObjectPin* pin) {
+  if (!pin->dram().empty()) return nullptr;  // Another load was faster.
+  const HeldObject& object = pin->object();
+  const size_t bytes = object.header.payload_bytes;
+  absl::StatusOr<Extent> extent = AllocateNow(bytes);
+  std::unique_ptr<uint8_t[]> own;
+  if (!extent.ok()) own = std::make_unique<uint8_t[]>(bytes);
+  const absl::Span<uint8_t> buffer =
+      extent.ok() ? extent->span() : absl::MakeSpan(own.get(), bytes);
+  absl::Status status = parts_.disk->Read(pin->id(), buffer);
+  if (status.ok()) status = Verify(object, buffer);
+  if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());  // The table knew it.
+  if (!status.ok()) {
+    if (absl::IsDataLoss(status)) Quarantine(std::move(*pin), *parts_.disk, status);
+    return status;
+  }
+  if (!extent.ok()) return own;
+  parts_.table->AttachDram(*pin, *std::move(extent));
+  parts_.metrics->Promoted(bytes);
+  if (AboveWatermark(options_.high_watermark)) {
+    MutexLock lock(&mu_);
+    work_ = true;
+    wake_.Signal();
+  }
+  return nullptr;
+}
+
+absl::Status Spiller::Verify(const HeldObject& object, absl::Span<const uint8_t> payload) {
+  const int64_t start_nanos = parts_.clock->NowNanos();
+  absl::Status status = VerifyObject(object.header, object.layout, payload);
+  parts_.metrics->Verified(Seconds(parts_.clock->NowNanos() - start_nanos));
+  return status;
+}
+
+void Spiller::Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why) {
+  if (!parts_.table->Doom(pin)) return;
+  parts_.metrics->Corrupt(tier.name());
+  const ObjectId id = pin.id();
+  // A removal that fails leaves a row that a restart finds damaged again.
+  const absl::Status removed = parts_.disk->Remove(id);
+  parts_.table->Forget(std::move(pin));
+  parts_.on_removed(id, removed.ok() ? why
+                                     : absl::DataLossError(absl::StrCat(
+                                           why.message(), "; removing it: ", removed.message())));
+}
+
+}  // namespace okv

@@ -1,0 +1,119 @@
+#ifndef OKV_CACHE_NODE_SPILL_H_
+#define OKV_CACHE_NODE_SPILL_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cache_node/block_table.h"
+#include "cache_node/node_metrics.h"
+#include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/tier.h"
+#include "proto/clock.h"
+#include "proto/mutex.h"
+
+namespace okv {
+
+struct SpillerOptions {
+  // Shares of the arena: spilling starts above the high one and ends below the low one.
+  double high_watermark = 0.90;
+  double low_watermark = 0.80;
+  // One group is one flush: large enough that the disk's sync (about 5 ms) costs little, small enough
+  // that whoever waits for room gets it soon. At most a sixteenth of the arena, but one object.
+  uint64_t group_bytes_max = uint64_t{32} << 20;
+  size_t group_objects_max = 1024;
+  size_t waiters_max = 4096;
+  int64_t allocate_wait_nanos = 5'000'000'000;
+
+  // kInvalidArgument naming the field.
+  absl::Status Validate() const;
+};
+
+// Moves objects between the tiers. Its thread spills the coldest unpinned objects when DRAM fills;
+// a load from disk promotes; both verify every checksum on the way, and quarantine what fails.
+// Thread-safe.
+class Spiller {
+ public:
+  struct Parts {
+    DramTier* dram;
+    Tier* disk;
+    BlockTable* table;
+    NodeMetrics* metrics;
+    const Clock* clock;
+    // A quarantined object is gone: for the control plane. Any thread.
+    std::function<void(const ObjectId& id, const absl::Status& why)> on_removed;
+  };
+  // REQUIRES: options.Validate() is OK. The parts outlive it.
+  Spiller(const SpillerOptions& options, const Parts& parts);
+  ~Spiller();
+
+  void Start();
+  // Joins the thread. Who still waits for memory, or asks later, gets kUnavailable.
+  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Memory for a payload: `done` runs at once, or on the spill thread when room had to be made.
+  // kResourceExhausted when DRAM is full and nothing can go (disk full, everything pinned for
+  // allocate_wait_nanos, or waiters_max wait already): back off.
+  using AllocateDone = std::function<void(absl::StatusOr<Extent>)>;
+  void Allocate(size_t bytes, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says; else
+  // the payload itself, because DRAM had no room. kDataLoss when the disk's copy is damaged: it is
+  // quarantined and the pin gone. Other errors are the disk's. Blocks on the disk.
+  absl::StatusOr<std::unique_ptr<uint8_t[]>> Load(ObjectPin* pin);
+
+  // Copies down what only DRAM holds, until the clock says deadline_nanos. Returns how many objects
+  // were left. REQUIRES: stopped.
+  size_t SpillAll(int64_t deadline_nanos);
+
+ private:
+  struct Waiter {
+    size_t bytes;
+    int64_t deadline_nanos;
+    AllocateDone done;
+  };
+
+  void Run() ABSL_LOCKS_EXCLUDED(mu_);
+  bool AboveWatermark(double watermark) const;
+  uint64_t GroupBytes() const;
+  // Tries again for those who wait, in order; gives up on those past their deadline.
+  void ServeWaiters() ABSL_LOCKS_EXCLUDED(mu_);
+  void FailWaiters(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  bool HasWaiters() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Copies one group down and frees its DRAM copies. Returns the bytes freed: 0 when everything is
+  // pinned; kResourceExhausted when the disk is full.
+  absl::StatusOr<uint64_t> SpillGroup();
+  // Writes and flushes those of `pins` that the disk lacks and has room for; the others, and what is
+  // damaged, leave `pins`. Sets *disk_full when something did not fit.
+  absl::Status CopyDown(std::vector<ObjectPin>* pins, bool* disk_full);
+  // Frees DRAM copies that the disk has too, without any write. Returns the bytes freed.
+  uint64_t EvictClean(uint64_t bytes);
+  absl::StatusOr<Extent> AllocateNow(size_t bytes);
+  absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload);
+  void Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why);
+
+  const SpillerOptions options_;
+  const Parts parts_;
+  std::thread thread_;
+
+  // Owned by the spill thread, and by SpillAll after it. Written, but the flush failed: not written
+  // a second time.
+  absl::flat_hash_set<ObjectId> unflushed_;
+
+  mutable Mutex mu_;
+  CondVar wake_;
+  std::deque<Waiter> waiters_ ABSL_GUARDED_BY(mu_);
+  bool work_ ABSL_GUARDED_BY(mu_) = false;  // Somebody saw DRAM above the high watermark.
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace okv
+
+#endif  // OKV_CACHE_NODE_SPILL_H_

@@ -1,0 +1,106 @@
+#ifndef OKV_CLIENT_CLUSTER_H_
+#define OKV_CLIENT_CLUSTER_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "proto/block_key.h"
+#include "proto/format.h"
+#include "proto/object.h"
+#include "proto/rotation_set.h"
+
+namespace okv {
+
+class Transport;
+
+struct ClusterOptions {
+  std::string control_address;  // host:port of okv-control.
+  std::string tenant = "default";
+  std::string client_name = "worker";
+  // How long Connect retries (with backoff) a control plane that is not there.
+  absl::Duration connect_timeout = absl::Seconds(10);
+  absl::Duration rpc_timeout = absl::Seconds(5);
+
+  absl::Status Validate() const;
+};
+
+struct LookupResult {
+  uint32_t prefix_blocks = 0;    // Longest consecutive prefix (sink as bf16, the rest as int2).
+  uint32_t resume_boundary = 0;  // Last exact resume point; 0 = none.
+  struct Node {
+    std::string node_id;
+    std::string data_address;
+  };
+  std::vector<Node> nodes;
+  struct Locations {
+    std::vector<uint32_t> int2_nodes;  // Indexes into nodes.
+    std::vector<uint32_t> bf16_nodes;
+  };
+  std::vector<Locations> blocks;
+};
+
+struct FetchItem {
+  ObjectId id;
+  BlockIndex index;
+  std::vector<LookupResult::Node> nodes;  // Who holds it, best first: tried in order.
+  absl::Span<uint8_t> buffer;  // layout.block_bytes(id.codec); alive until Fetch returns.
+};
+
+struct PutItem {
+  ObjectId id;
+  BlockIndex index;
+  std::optional<BlockKey> parent;
+  absl::Span<const uint8_t> payload;  // Alive until Put returns.
+};
+
+// A session with the control plane and, as needed, with nodes. What crosses a process boundary of a
+// worker crosses here. Thread-safe; calls block.
+class Cluster {
+ public:
+  virtual ~Cluster() = default;
+
+  // Publishes a rotation set; returns its hash. kInvalidArgument when it does not validate.
+  static absl::StatusOr<RotationHash> PublishRotation(const ClusterOptions& options,
+                                                      const RotationSet& rotations);
+  // kNotFound when the control plane has no such set; kDataLoss when what arrived is not it.
+  static absl::StatusOr<RotationSet> GetRotation(const ClusterOptions& options,
+                                                 const RotationHash& hash);
+
+  // Opens a session for `format`. kUnavailable after connect_timeout without a control plane (the
+  // message names the address and the attempts); kFailedPrecondition naming the field when the
+  // control plane knows the rotation set under another geometry, or not at all.
+  static absl::StatusOr<std::unique_ptr<Cluster>> Connect(const ClusterOptions& options,
+                                                          const Format& format,
+                                                          Transport* transport);
+
+  virtual const Format& format() const = 0;
+  virtual const std::string& tenant_salt() const = 0;
+
+  // Where a chain of keys (from block 0) is held.
+  virtual absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys) = 0;
+
+  // Fetches objects into the callers' buffers and verifies each on arrival. One status per item:
+  // OK the buffer holds the verified payload; kNotFound a miss; kDataLoss it arrived damaged from
+  // every node that has it; kUnavailable its nodes are gone; kDeadlineExceeded. No byte of a failed
+  // item is valid. When Fetch returns nothing writes into any buffer.
+  virtual std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items,
+                                          absl::Duration deadline) = 0;
+
+  // Reserves and writes objects. One status per item: OK committed; kAlreadyExists somebody stored
+  // it before (nothing to do); kResourceExhausted no room (back off); kAborted another writer is at
+  // it; kUnavailable no control plane or no node (retry). `write_group` names this writer.
+  virtual std::vector<absl::Status> Put(absl::Span<const PutItem> items,
+                                        const std::string& write_group,
+                                        absl::Duration deadline) = 0;
+};
+
+}  // namespace okv
+
+#endif  // OKV_CLIENT_CLUSTER_H_

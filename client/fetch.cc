@@ -1,0 +1,214 @@
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/call_board.h"
+#include "client/cluster_client.h"
+#include "proto/check.h"
+#include "proto/object.h"
+
+namespace okv {
+
+// One Fetch: asks every item's best node, all nodes at once; an item that a node does not deliver
+// is asked of its next one, until the deadline. Lives on the caller's stack; used by its thread.
+class ClusterClient::FetchCall {
+ public:
+  FetchCall(ClusterClient* client, absl::Span<const FetchItem> items, absl::Duration deadline)
+      : client_(client), items_(items), deadline_(absl::Now() + deadline), states_(items.size()) {}
+
+  std::vector<absl::Status> Run();
+
+ private:
+  struct ItemState {
+    size_t node = 0;           // Which of the item's nodes has its turn.
+    bool reconnected = false;  // Asked again over a new connection after an idle one had died.
+    bool new_ticket = false;   // Asked again with a new ticket.
+    bool finished = false;
+    absl::Status status;  // Final, or the worst of the nodes so far.
+  };
+  struct Group {
+    LookupResult::Node node;
+    Lease lease;
+    size_t outstanding = 0;
+  };
+
+  void CheckItems();
+  void Start(const std::vector<size_t>& ready);
+  // The item's next step after `status`; true when it is to be asked again.
+  bool Handle(size_t item, const Group& group, const absl::Status& status);
+  void Finish(size_t item, const absl::Status& status);
+  void Cut();
+
+  ClusterClient* const client_;
+  const absl::Span<const FetchItem> items_;
+  const absl::Time deadline_;
+  std::vector<ItemState> states_;
+  std::vector<Group> groups_;
+  CallBoard board_;
+  size_t unfinished_ = 0;
+  size_t outstanding_ = 0;  // Targets whose buffers may still be written.
+  bool cut_ = false;        // The deadline has passed; sessions are closing.
+  bool renewed_ = false;
+};
+
+namespace {
+
+absl::Status TooLate() { return absl::DeadlineExceededError("the fetch did not end in time"); }
+
+// What says most about an item when every node failed it: a node that is gone may hold it whole, a
+// damaged copy is more than none.
+int Rank(const absl::Status& status) {
+  if (absl::IsUnavailable(status)) return 4;
+  if (absl::IsResourceExhausted(status)) return 3;
+  if (absl::IsDataLoss(status)) return 2;
+  return absl::IsNotFound(status) ? 1 : 0;
+}
+
+// Another node may do better.
+bool IsNodesOwn(const absl::Status& status) { return Rank(status) > 0; }
+
+bool IsTicketRefused(const absl::Status& status) {
+  return absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status);
+}
+
+}  // namespace
+
+void ClusterClient::FetchCall::Finish(size_t item, const absl::Status& status) {
+  OKV_CHECK(!states_[item].finished);
+  states_[item].finished = true;
+  states_[item].status = status;
+  --unfinished_;
+}
+
+void ClusterClient::FetchCall::CheckItems() {
+  unfinished_ = items_.size();
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const FetchItem& item = items_[i];
+    const size_t expected = client_->layout_.block_bytes(item.id.codec);
+    if (item.buffer.size() != expected) {
+      Finish(i,
+             absl::InvalidArgumentError(absl::StrCat(
+                 "item ", i, ": its buffer has ", item.buffer.size(), " bytes, not ", expected)));
+    } else if (item.nodes.empty()) {
+      Finish(i, absl::NotFoundError("no node holds it"));
+    }
+  }
+}
+
+void ClusterClient::FetchCall::Start(const std::vector<size_t>& ready) {
+  // By node, and apart those that need a connection that was never used.
+  std::map<std::tuple<std::string, std::string, bool>, std::vector<size_t>> by_node;
+  for (const size_t item : ready) {
+    const LookupResult::Node& node = items_[item].nodes[states_[item].node];
+    const bool fresh = states_[item].reconnected || states_[item].new_ticket;
+    by_node[{node.node_id, node.data_address, fresh}].push_back(item);
+  }
+  for (const auto& [key, members] : by_node) {
+    const size_t group = groups_.size();
+    const LookupResult::Node node = {.node_id = std::get<0>(key), .data_address = std::get<1>(key)};
+    groups_.push_back(
+        {.node = node,
+         .lease = std::get<2>(key) ? client_->AcquireNew(node) : client_->Acquire(node),
+         .outstanding = members.size()});
+    outstanding_ += members.size();
+    std::vector<NodeSession::FetchTarget> targets;
+    for (const size_t item : members) {
+      targets.push_back(
+          {.id = items_[item].id, .index = items_[item].index, .buffer = items_[item].buffer});
+    }
+    groups_.back().lease.session->Fetch(
+        std::move(targets), deadline_ - absl::Now(),
+        [this, group, members = members](size_t target, absl::StatusOr<ObjectHeader> header) {
+          CallBoard::Result result = {.group = group,
+                                      .item = members[target],
+                                      .status = header.status(),
+                                      .header = std::nullopt};
+          if (header.ok()) result.header = *std::move(header);
+          board_.Post(std::move(result));
+        });
+  }
+}
+
+bool ClusterClient::FetchCall::Handle(size_t item, const Group& group, const absl::Status& status) {
+  ItemState& state = states_[item];
+  if (status.ok()) {
+    Finish(item, status);
+    return false;
+  }
+  if (cut_) {
+    Finish(item, TooLate());
+    return false;
+  }
+  if (absl::IsUnavailable(status) && group.lease.reused && !state.reconnected) {
+    state.reconnected = true;
+    return true;
+  }
+  if (IsTicketRefused(status) && !state.new_ticket) {
+    if (!renewed_) client_->RenewTicket(client_->options_.rpc_timeout).IgnoreError();
+    renewed_ = true;
+    state.new_ticket = true;
+    return true;
+  }
+  if (!IsNodesOwn(status)) {
+    Finish(item, status);
+    return false;
+  }
+  if (Rank(status) > Rank(state.status)) state.status = status;
+  if (++state.node < items_[item].nodes.size()) return true;
+  Finish(item, absl::Status(state.status));
+  return false;
+}
+
+void ClusterClient::FetchCall::Cut() {
+  cut_ = true;
+  for (Group& group : groups_) {
+    if (group.outstanding > 0) {
+      group.lease.session->Break(TooLate());
+    }
+  }
+}
+
+std::vector<absl::Status> ClusterClient::FetchCall::Run() {
+  CheckItems();
+  std::vector<size_t> ready;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (!states_[i].finished) ready.push_back(i);
+  }
+  while (unfinished_ > 0) {
+    if (!cut_ && absl::Now() >= deadline_) Cut();
+    if (cut_) {
+      for (const size_t item : std::exchange(ready, {})) {
+        Finish(item, TooLate());
+      }
+    }
+    if (unfinished_ == 0) break;  // The deadline ended the last ones.
+    Start(std::exchange(ready, {}));
+    for (const CallBoard::Result& result : board_.Take(cut_ ? absl::InfiniteFuture() : deadline_)) {
+      Group& group = groups_[result.group];
+      --outstanding_;
+      if (--group.outstanding == 0) client_->Release(group.node, group.lease.session);
+      absl::Status status = result.status;
+      if (status.ok()) {
+        // Here, on the caller's thread, while the transport's receives the next ones.
+        status = VerifyObject(*result.header, client_->layout_, items_[result.item].buffer);
+      }
+      if (Handle(result.item, group, status)) ready.push_back(result.item);
+    }
+  }
+  OKV_CHECK(outstanding_ == 0);
+  std::vector<absl::Status> statuses;
+  for (const ItemState& state : states_) statuses.push_back(state.status);
+  return statuses;
+}
+
+std::vector<absl::Status> ClusterClient::Fetch(absl::Span<const FetchItem> items,
+                                               absl::Duration deadline) {
+  FetchCall call(this, items, deadline);
+  return call.Run();
+}
+
+}  // namespace okv

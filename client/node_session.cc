@@ -1,0 +1,348 @@
+#include "client/node_session.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/check.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+namespace {
+
+absl::Status StatusOf(int32_t code, const std::string& message) {
+  return absl::Status(static_cast<absl::StatusCode>(code), message);
+}
+
+}  // namespace
+
+std::shared_ptr<NodeSession> NodeSession::Create(Transport* transport, NodeSessionOptions options) {
+  std::shared_ptr<NodeSession> session(new NodeSession(transport, std::move(options)));
+  transport->Post([session] { session->Connect(); });
+  return session;
+}
+
+void NodeSession::Connect() {
+  if (state_ != State::kConnecting) return;  // Broken before it began.
+  absl::StatusOr<Connection*> connection = transport_->Connect(options_.address, this);
+  if (!connection.ok()) {
+    BreakNow(connection.status());
+    return;
+  }
+  connection_ = *connection;
+  self_ = shared_from_this();
+  v1::Hello hello;
+  hello.set_protocol_major(kProtocolMajor);
+  hello.set_protocol_minor(kProtocolMinor);
+  hello.set_ticket(options_.ticket);
+  hello.set_format(options_.format);
+  hello.set_client_name(options_.client_name);
+  connection_->Send(MessageType::kHello, hello.SerializeAsString());
+}
+
+void NodeSession::WhenOpen(std::function<void()> call) {
+  if (state_ == State::kConnecting) {
+    waiting_.push_back(std::move(call));
+  } else {
+    call();
+  }
+}
+
+void NodeSession::Fetch(std::vector<FetchTarget> targets, absl::Duration deadline, FetchDone done) {
+  transport_->Post([self = shared_from_this(), targets = std::move(targets), deadline,
+                    done = std::move(done)] {
+    self->WhenOpen([self, targets, deadline, done] { self->StartFetch(targets, deadline, done); });
+  });
+}
+
+void NodeSession::StartFetch(const std::vector<FetchTarget>& targets, absl::Duration deadline,
+                             const FetchDone& done) {
+  if (state_ != State::kOpen) {
+    // A closing session ends its calls when the connection is gone; this one never reached it.
+    for (size_t i = 0; i < targets.size(); ++i) done(i, why_);
+    return;
+  }
+  for (size_t first = 0; first < targets.size(); first += objects_per_fetch_) {
+    const size_t count = std::min<size_t>(objects_per_fetch_, targets.size() - first);
+    SendFetch({targets.begin() + first, targets.begin() + first + count}, first, deadline, done);
+  }
+}
+
+void NodeSession::SendFetch(std::vector<FetchTarget> targets, size_t first, absl::Duration deadline,
+                            const FetchDone& done) {
+  v1::FetchRequest request;
+  request.set_request_id(next_request_++);
+  request.set_format_id(std::string(options_.format_id.view()));
+  request.set_deadline_us(
+      static_cast<uint64_t>(std::max<int64_t>(1, absl::ToInt64Microseconds(deadline))));
+  for (const FetchTarget& target : targets) {
+    v1::FetchObject* object = request.add_objects();
+    object->set_key(std::string(target.id.key.view()));
+    object->set_codec(static_cast<v1::CodecId>(target.id.codec));
+    object->set_index(target.index.value());
+  }
+  PendingFetch pending;
+  pending.states.assign(targets.size(), TargetState::kAsked);
+  pending.first = first;
+  pending.remaining = targets.size();
+  pending.targets = std::move(targets);
+  pending.done = done;
+  fetches_[request.request_id()] = std::move(pending);
+  connection_->Send(MessageType::kFetchRequest, request.SerializeAsString());
+}
+
+void NodeSession::Put(std::vector<PutTarget> targets, PutDone done) {
+  transport_->Post(
+      [self = shared_from_this(), targets = std::move(targets), done = std::move(done)] {
+        self->WhenOpen([self, targets, done] {
+          for (size_t i = 0; i < targets.size(); ++i) {
+            if (self->state_ != State::kOpen) {
+              done(i, self->why_);
+            } else {
+              self->put_queue_.push_back({.target = targets[i], .index = i, .done = done});
+            }
+          }
+          self->SendPuts();
+        });
+      });
+}
+
+void NodeSession::SendPuts() {
+  while (state_ == State::kOpen && !put_queue_.empty() && puts_.size() < kPutsInFlightMax) {
+    QueuedPut put = std::move(put_queue_.front());
+    put_queue_.pop_front();
+    const uint64_t request_id = next_request_++;
+    v1::PutOffer offer;
+    offer.set_request_id(request_id);
+    offer.set_reservation(put.target.reservation);
+    offer.set_object_header(put.target.object_header);
+    const std::string header = offer.SerializeAsString();
+    if (header.size() > connection_->header_bytes_max()) {
+      put.done(put.index, absl::InvalidArgumentError(absl::StrCat(
+                              "an object header of ", header.size(), " bytes exceeds the ",
+                              connection_->header_bytes_max(), " that the transport carries")));
+      continue;
+    }
+    const absl::Span<const uint8_t> payload = put.target.payload;
+    puts_[request_id] = {.put = std::move(put), .status = absl::OkStatus()};
+    connection_->SendBulk(MessageType::kPutOffer, header, payload,
+                          [this, request_id](const absl::Status& status) {
+                            const auto found = puts_.find(request_id);
+                            OKV_CHECK(found != puts_.end());
+                            found->second.sent = true;
+                            // kAborted: the node does not want it; its PutReply says why. Otherwise
+                            // the connection failed, and what ends the session ends this put.
+                            if (!status.ok()) found->second.status.Update(status);
+                            FinishPut(request_id);
+                          });
+  }
+}
+
+void NodeSession::FinishPut(uint64_t request_id) {
+  const auto found = puts_.find(request_id);
+  OKV_CHECK(found != puts_.end());
+  if (!found->second.sent || !found->second.replied) return;
+  const PendingPut pending = std::move(found->second);
+  puts_.erase(found);
+  pending.put.done(pending.put.index, pending.status);
+  SendPuts();
+}
+
+void NodeSession::Break(const absl::Status& why) {
+  broken_ = true;
+  transport_->Post([self = shared_from_this(), why] { self->BreakNow(why); });
+}
+
+void NodeSession::BreakNow(const absl::Status& why) {
+  if (state_ == State::kClosing || state_ == State::kClosed) return;
+  broken_ = true;
+  why_ = why;
+  if (connection_ == nullptr) {
+    state_ = State::kClosed;
+    EndCalls();
+    return;
+  }
+  state_ = State::kClosing;
+  connection_->Close([this] {
+    const std::shared_ptr<NodeSession> self = std::move(self_);
+    connection_ = nullptr;
+    state_ = State::kClosed;
+    EndCalls();
+  });
+}
+
+void NodeSession::OnClosed(Connection* /*connection*/, const absl::Status& why) {
+  const std::shared_ptr<NodeSession> self = std::move(self_);
+  connection_ = nullptr;
+  broken_ = true;
+  state_ = State::kClosed;
+  why_ = absl::UnavailableError(absl::StrCat("node ", options_.node_id, " at ", options_.address,
+                                             ": ", std::string(why.message())));
+  EndCalls();
+}
+
+// The connection is gone: nothing of it touches a buffer any more.
+void NodeSession::EndCalls() {
+  for (auto& [request_id, pending] : std::exchange(fetches_, {})) {
+    for (size_t i = 0; i < pending.targets.size(); ++i) {
+      if (pending.states[i] != TargetState::kDone) pending.done(pending.first + i, why_);
+    }
+  }
+  for (auto& [request_id, pending] : std::exchange(puts_, {})) {
+    pending.put.done(pending.put.index, pending.replied ? pending.status : why_);
+  }
+  for (QueuedPut& put : std::exchange(put_queue_, {})) put.done(put.index, why_);
+  for (const auto& call : std::exchange(waiting_, {})) call();  // They fail with why_.
+}
+
+void NodeSession::Violation(absl::string_view what) {
+  BreakNow(absl::UnavailableError(absl::StrCat("node ", options_.node_id, " at ", options_.address,
+                                               " broke the protocol: ", what)));
+}
+
+void NodeSession::OnMessage(Connection* /*connection*/, MessageType type,
+                            absl::string_view message) {
+  if (state_ == State::kClosing) return;
+  if ((type == MessageType::kHelloReply) != (state_ == State::kConnecting)) {
+    Violation("a message out of turn");
+    return;
+  }
+  switch (type) {
+    case MessageType::kHelloReply:
+      HandleHelloReply(message);
+      return;
+    case MessageType::kObjectFailure:
+      HandleFailure(message);
+      return;
+    case MessageType::kPutReply:
+      HandlePutReply(message);
+      return;
+    default:
+      Violation("an unexpected message");
+  }
+}
+
+void NodeSession::HandleHelloReply(absl::string_view message) {
+  v1::HelloReply reply;
+  if (!reply.ParseFromArray(message.data(), static_cast<int>(message.size()))) {
+    Violation("a HelloReply that cannot be parsed");
+    return;
+  }
+  if (reply.code() != 0) {
+    BreakNow(StatusOf(reply.code(), reply.message()));
+    return;
+  }
+  if (!ProtocolCompatible(reply.protocol_major(), reply.protocol_minor())) {
+    BreakNow(absl::FailedPreconditionError(absl::StrCat(
+        "node ", options_.node_id, " speaks protocol ", reply.protocol_major(), ".",
+        reply.protocol_minor(), ", this client ", kProtocolMajor, ".", kProtocolMinor)));
+    return;
+  }
+  if (reply.node_id() != options_.node_id) {
+    BreakNow(absl::UnavailableError(absl::StrCat(
+        "node ", options_.node_id, " is gone: ", options_.address, " is node ", reply.node_id())));
+    return;
+  }
+  if (reply.objects_per_fetch_max() != 0) {
+    objects_per_fetch_ = std::min(kObjectsPerFetchMax, reply.objects_per_fetch_max());
+  }
+  state_ = State::kOpen;
+  for (const auto& call : std::exchange(waiting_, {})) call();
+}
+
+void NodeSession::HandleFailure(absl::string_view message) {
+  v1::ObjectFailure failure;
+  if (!failure.ParseFromArray(message.data(), static_cast<int>(message.size())) ||
+      failure.code() == 0) {
+    Violation("an ObjectFailure that cannot be parsed");
+    return;
+  }
+  const auto found = fetches_.find(failure.request_id());
+  if (found == fetches_.end() || failure.ordinal() >= found->second.states.size() ||
+      found->second.states[failure.ordinal()] != TargetState::kAsked) {
+    Violation("a failure of something not asked for");
+    return;
+  }
+  Received(failure.request_id(), failure.ordinal(), StatusOf(failure.code(), failure.message()));
+}
+
+void NodeSession::HandlePutReply(absl::string_view message) {
+  v1::PutReply reply;
+  if (!reply.ParseFromArray(message.data(), static_cast<int>(message.size()))) {
+    Violation("a PutReply that cannot be parsed");
+    return;
+  }
+  const auto found = puts_.find(reply.request_id());
+  if (found == puts_.end() || found->second.replied) {
+    Violation("a reply to nothing");
+    return;
+  }
+  found->second.replied = true;
+  found->second.status = StatusOf(reply.code(), reply.message());
+  FinishPut(reply.request_id());
+}
+
+absl::StatusOr<ObjectHeader> NodeSession::CheckHeader(const FetchTarget& target,
+                                                      absl::string_view encoded,
+                                                      size_t payload_bytes) const {
+  OKV_ASSIGN_OR_RETURN(ObjectHeader header, ObjectHeader::Decode(encoded));
+  const char* wrong = nullptr;
+  if (header.format_id != options_.format_id) wrong = "format_id";
+  if (header.id != target.id) wrong = "key or codec";
+  if (header.index != target.index) wrong = "block index";
+  if (header.payload_bytes != payload_bytes || payload_bytes != target.buffer.size()) {
+    wrong = "size";
+  }
+  if (wrong != nullptr) {
+    return absl::DataLossError(absl::StrCat("node ", options_.node_id, " sent another object than ",
+                                            target.id.key.Short(), ": its ", wrong, " differs"));
+  }
+  return header;
+}
+
+void NodeSession::OnBulk(Connection* /*connection*/, MessageType type, absl::string_view header,
+                         std::unique_ptr<BulkReceive> payload) {
+  if (state_ == State::kClosing) return;
+  v1::ObjectDelivery delivery;
+  if (state_ != State::kOpen || type != MessageType::kObjectDelivery ||
+      !delivery.ParseFromArray(header.data(), static_cast<int>(header.size()))) {
+    Violation("an unexpected bulk message");
+    return;
+  }
+  const uint64_t request_id = delivery.request_id();
+  const uint32_t ordinal = delivery.ordinal();
+  const auto found = fetches_.find(request_id);
+  if (found == fetches_.end() || ordinal >= found->second.states.size() ||
+      found->second.states[ordinal] != TargetState::kAsked) {
+    Violation("an object not asked for");
+    return;
+  }
+  const FetchTarget& target = found->second.targets[ordinal];
+  absl::StatusOr<ObjectHeader> checked =
+      CheckHeader(target, delivery.object_header(), payload->payload_bytes());
+  if (!checked.ok()) {
+    Received(request_id, ordinal, checked.status());  // The payload goes unreceived: refused.
+    return;
+  }
+  found->second.states[ordinal] = TargetState::kReceiving;
+  payload->Receive(target.buffer, [this, request_id, ordinal,
+                                   object = *std::move(checked)](const absl::Status& status) {
+    // When the connection fails, EndCalls reports why, after everything has stopped.
+    if (status.ok()) Received(request_id, ordinal, object);
+  });
+}
+
+void NodeSession::Received(uint64_t request_id, uint32_t ordinal,
+                           absl::StatusOr<ObjectHeader> header) {
+  const auto found = fetches_.find(request_id);
+  OKV_CHECK(found != fetches_.end());
+  PendingFetch& pending = found->second;
+  OKV_CHECK(pending.states[ordinal] != TargetState::kDone);
+  pending.states[ordinal] = TargetState::kDone;
+  const FetchDone done = pending.done;
+  const size_t target = pending.first + ordinal;
+  if (--pending.remaining == 0) fetches_.erase(found);
+  done(target, std::move(header));
+}
+
+}  // namespace okv

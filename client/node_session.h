@@ -1,0 +1,148 @@
+#ifndef OKV_CLIENT_NODE_SESSION_H_
+#define OKV_CLIENT_NODE_SESSION_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/transport/transport.h"
+#include "proto/data_plane.pb.h"
+#include "proto/ids.h"
+#include "proto/object.h"
+
+namespace okv {
+
+// How many payloads of one session are on offer at a node at a time: enough to keep the link busy
+// while the node verifies and commits, few enough that a slow node holds little of the worker.
+inline constexpr size_t kPutsInFlightMax = 8;
+
+struct NodeSessionOptions {
+  std::string address;  // host:port of the node's data plane.
+  std::string node_id;  // Who must answer there.
+  std::string client_name;
+  std::string ticket;
+  std::string format;  // Format::Canonical().
+  FormatId format_id;
+};
+
+// One data-plane session with one node (data_plane.proto, the worker's side). It connects in the
+// background; calls made before the node answered wait for it. When the session breaks, every call
+// ends with the reason and further ones fail at once: the owner makes another session.
+//
+// Every `done` runs on the transport's thread and must not block. Shared: the owner holds it, and
+// it holds itself while its connection calls it. Thread-safe. `transport` outlives it.
+class NodeSession final : public ConnectionHandler,
+                          public std::enable_shared_from_this<NodeSession> {
+ public:
+  static std::shared_ptr<NodeSession> Create(Transport* transport, NodeSessionOptions options);
+
+  struct FetchTarget {
+    ObjectId id;
+    BlockIndex index;
+    absl::Span<uint8_t> buffer;
+  };
+  // `done` runs once for each target, with the header that came with the payload now in its buffer;
+  // the caller verifies the checksums. Afterwards nothing writes into that buffer. Errors: the
+  // node's own (kNotFound, kDeadlineExceeded, ...), kDataLoss for a header or a size that is not
+  // the target's, or why the session broke: kUnavailable, what Break was given, what Hello was
+  // answered.
+  using FetchDone = std::function<void(size_t target, absl::StatusOr<ObjectHeader> header)>;
+  void Fetch(std::vector<FetchTarget> targets, absl::Duration deadline, FetchDone done);
+
+  struct PutTarget {
+    std::string reservation;
+    std::string object_header;  // ObjectHeader::Encode().
+    absl::Span<const uint8_t> payload;
+  };
+  // `done` runs once for each target: OK committed; otherwise the node's answer or why the session
+  // broke. Afterwards nothing reads that payload. kInvalidArgument: the header is larger than the
+  // transport carries.
+  using PutDone = std::function<void(size_t target, absl::Status status)>;
+  void Put(std::vector<PutTarget> targets, PutDone done);
+
+  // Closes the connection, cutting transfers in flight; calls end with `why` when nothing touches
+  // their memory any more. Returns at once.
+  void Break(const absl::Status& why);
+
+  // Whether a new call would fail at once.
+  bool broken() const { return broken_.load(); }
+
+  // The transport's.
+  void OnMessage(Connection* connection, MessageType type, absl::string_view message) override;
+  void OnBulk(Connection* connection, MessageType type, absl::string_view header,
+              std::unique_ptr<BulkReceive> payload) override;
+  void OnClosed(Connection* connection, const absl::Status& why) override;
+
+ private:
+  enum class State { kConnecting, kOpen, kClosing, kClosed };
+  enum class TargetState : uint8_t { kAsked, kReceiving, kDone };
+
+  struct PendingFetch {
+    std::vector<FetchTarget> targets;
+    std::vector<TargetState> states;  // [targets]
+    size_t first = 0;                 // targets[0] is this one of the call.
+    size_t remaining = 0;
+    FetchDone done;
+  };
+  struct QueuedPut {
+    PutTarget target;
+    size_t index = 0;
+    PutDone done;
+  };
+  struct PendingPut {
+    QueuedPut put;
+    bool sent = false;  // The transport no longer reads the payload.
+    bool replied = false;
+    absl::Status status;
+  };
+
+  NodeSession(Transport* transport, NodeSessionOptions options)
+      : transport_(transport), options_(std::move(options)) {}
+
+  void Connect();
+  void WhenOpen(std::function<void()> call);
+  void StartFetch(const std::vector<FetchTarget>& targets, absl::Duration deadline,
+                  const FetchDone& done);
+  void SendFetch(std::vector<FetchTarget> targets, size_t first, absl::Duration deadline,
+                 const FetchDone& done);
+  void SendPuts();
+  void HandleHelloReply(absl::string_view message);
+  void HandleFailure(absl::string_view message);
+  void HandlePutReply(absl::string_view message);
+  void Received(uint64_t request_id, uint32_t ordinal, absl::StatusOr<ObjectHeader> header);
+  void FinishPut(uint64_t request_id);
+  absl::StatusOr<ObjectHeader> CheckHeader(const FetchTarget& target, absl::string_view encoded,
+                                           size_t payload_bytes) const;
+  void BreakNow(const absl::Status& why);
+  void Violation(absl::string_view what);
+  void EndCalls();
+
+  Transport* const transport_;
+  const NodeSessionOptions options_;
+  std::atomic<bool> broken_{false};
+
+  // ---- Owned by the transport thread.
+  State state_ = State::kConnecting;
+  absl::Status why_;  // Why it breaks.
+  Connection* connection_ = nullptr;
+  std::shared_ptr<NodeSession> self_;  // While the connection may call this.
+  uint32_t objects_per_fetch_ = kObjectsPerFetchMax;
+  std::vector<std::function<void()>> waiting_;  // Calls before the node's answer.
+  uint64_t next_request_ = 1;
+  absl::flat_hash_map<uint64_t, PendingFetch> fetches_;
+  std::deque<QueuedPut> put_queue_;
+  absl::flat_hash_map<uint64_t, PendingPut> puts_;
+};
+
+}  // namespace okv
+
+#endif  // OKV_CLIENT_NODE_SESSION_H_

@@ -1,0 +1,214 @@
+#include <algorithm>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/call_board.h"
+#include "client/cluster_client.h"
+#include "proto/check.h"
+#include "proto/object.h"
+
+namespace okv {
+namespace {
+
+// Objects in one Reserve: about 150 B each, far below gRPC's 4 MiB.
+constexpr size_t kReserveMax = 1024;
+
+absl::Status TooLate() { return absl::DeadlineExceededError("the put did not end in time"); }
+
+}  // namespace
+
+// One Put: reserves places, then offers each object to the node that the control plane chose. An
+// object has one place; when that node is gone the caller's next Put gets another. Lives on the
+// caller's stack; used by its thread.
+class ClusterClient::PutCall {
+ public:
+  PutCall(ClusterClient* client, absl::Span<const PutItem> items, std::string write_group,
+          absl::Duration deadline)
+      : client_(client),
+        items_(items),
+        write_group_(std::move(write_group)),
+        deadline_(absl::Now() + deadline),
+        states_(items.size()) {}
+
+  std::vector<absl::Status> Run();
+
+ private:
+  struct ItemState {
+    v1::Placement placement;
+    std::string header;        // Encoded, made once the place is known.
+    bool reconnected = false;  // Offered again over a new connection after an idle one had died.
+    bool new_ticket = false;
+    bool finished = false;
+    absl::Status status;
+  };
+  struct Group {
+    LookupResult::Node node;
+    Lease lease;
+    size_t outstanding = 0;
+  };
+
+  // The items that are to be offered.
+  std::vector<size_t> ReservePlaces();
+  void MakeHeader(size_t item);
+  void Start(const std::vector<size_t>& ready);
+  bool Handle(size_t item, const Group& group, const absl::Status& status);
+  void Finish(size_t item, const absl::Status& status);
+  void Cut();
+
+  ClusterClient* const client_;
+  const absl::Span<const PutItem> items_;
+  const std::string write_group_;
+  const absl::Time deadline_;
+  std::vector<ItemState> states_;
+  std::vector<Group> groups_;
+  CallBoard board_;
+  size_t unfinished_ = 0;
+  bool cut_ = false;
+  bool renewed_ = false;
+};
+
+void ClusterClient::PutCall::Finish(size_t item, const absl::Status& status) {
+  OKV_CHECK(!states_[item].finished);
+  states_[item].finished = true;
+  states_[item].status = status;
+  --unfinished_;
+}
+
+std::vector<size_t> ClusterClient::PutCall::ReservePlaces() {
+  unfinished_ = items_.size();
+  std::vector<size_t> sound;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const size_t expected = client_->layout_.block_bytes(items_[i].id.codec);
+    if (items_[i].payload.size() == expected) {
+      sound.push_back(i);
+    } else {
+      Finish(i, absl::InvalidArgumentError(absl::StrCat("item ", i, ": its payload has ",
+                                                        items_[i].payload.size(), " bytes, not ",
+                                                        expected)));
+    }
+  }
+  std::vector<size_t> ready;
+  for (size_t begin = 0; begin < sound.size(); begin += kReserveMax) {
+    const size_t end = std::min(sound.size(), begin + kReserveMax);
+    std::vector<PutItem> batch;
+    for (size_t i = begin; i < end; ++i) batch.push_back(items_[sound[i]]);
+    std::vector<v1::Placement> placements;
+    client_->Reserve(batch, write_group_, &placements);
+    for (size_t i = begin; i < end; ++i) {
+      v1::Placement& placement = placements[i - begin];
+      if (placement.code() != 0) {
+        Finish(sound[i],
+               absl::Status(static_cast<absl::StatusCode>(placement.code()), placement.message()));
+        continue;
+      }
+      states_[sound[i]].placement = std::move(placement);
+      ready.push_back(sound[i]);
+    }
+  }
+  return ready;
+}
+
+void ClusterClient::PutCall::MakeHeader(size_t item) {
+  if (!states_[item].header.empty()) return;
+  ObjectHeader header;
+  header.format_id = client_->format_id_;
+  header.id = items_[item].id;
+  header.parent = items_[item].parent;
+  header.index = items_[item].index;
+  header.payload_bytes = items_[item].payload.size();
+  header.generation = states_[item].placement.write_id();
+  header.checksums = BlockChecksums(header.id, client_->layout_, items_[item].payload);
+  states_[item].header = header.Encode();
+}
+
+void ClusterClient::PutCall::Start(const std::vector<size_t>& ready) {
+  std::map<std::tuple<std::string, std::string, bool>, std::vector<size_t>> by_node;
+  for (const size_t item : ready) {
+    MakeHeader(item);
+    const v1::NodeAddress& node = states_[item].placement.node();
+    const bool fresh = states_[item].reconnected || states_[item].new_ticket;
+    by_node[{node.node_id(), node.data_address(), fresh}].push_back(item);
+  }
+  for (const auto& [key, members] : by_node) {
+    const size_t group = groups_.size();
+    const LookupResult::Node node = {.node_id = std::get<0>(key), .data_address = std::get<1>(key)};
+    groups_.push_back(
+        {.node = node,
+         .lease = std::get<2>(key) ? client_->AcquireNew(node) : client_->Acquire(node),
+         .outstanding = members.size()});
+    std::vector<NodeSession::PutTarget> targets;
+    for (const size_t item : members) {
+      targets.push_back({.reservation = states_[item].placement.reservation(),
+                         .object_header = states_[item].header,
+                         .payload = items_[item].payload});
+    }
+    groups_.back().lease.session->Put(
+        std::move(targets), [this, group, members = members](size_t target, absl::Status status) {
+          board_.Post({.group = group,
+                       .item = members[target],
+                       .status = std::move(status),
+                       .header = std::nullopt});
+        });
+  }
+}
+
+bool ClusterClient::PutCall::Handle(size_t item, const Group& group, const absl::Status& status) {
+  ItemState& state = states_[item];
+  if (cut_ && !status.ok()) {
+    Finish(item, TooLate());
+    return false;
+  }
+  if (absl::IsUnavailable(status) && group.lease.reused && !state.reconnected) {
+    state.reconnected = true;
+    return true;
+  }
+  if ((absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status)) && !state.new_ticket) {
+    if (!renewed_) client_->RenewTicket(client_->options_.rpc_timeout).IgnoreError();
+    renewed_ = true;
+    state.new_ticket = true;
+    return true;
+  }
+  Finish(item, status);
+  return false;
+}
+
+void ClusterClient::PutCall::Cut() {
+  cut_ = true;
+  for (Group& group : groups_) {
+    if (group.outstanding > 0) group.lease.session->Break(TooLate());
+  }
+}
+
+std::vector<absl::Status> ClusterClient::PutCall::Run() {
+  std::vector<size_t> ready = ReservePlaces();
+  while (unfinished_ > 0) {
+    if (!cut_ && absl::Now() >= deadline_) Cut();
+    if (cut_) {
+      for (const size_t item : std::exchange(ready, {})) Finish(item, TooLate());
+    }
+    if (unfinished_ == 0) break;  // The deadline ended the last ones.
+    Start(std::exchange(ready, {}));
+    for (const CallBoard::Result& result : board_.Take(cut_ ? absl::InfiniteFuture() : deadline_)) {
+      Group& group = groups_[result.group];
+      if (--group.outstanding == 0) client_->Release(group.node, group.lease.session);
+      if (Handle(result.item, group, result.status)) ready.push_back(result.item);
+    }
+  }
+  std::vector<absl::Status> statuses;
+  for (const ItemState& state : states_) statuses.push_back(state.status);
+  return statuses;
+}
+
+std::vector<absl::Status> ClusterClient::Put(absl::Span<const PutItem> items,
+                                             const std::string& write_group,
+                                             absl::Duration deadline) {
+  PutCall call(this, items, write_group, deadline);
+  return call.Run();
+}
+
+}  // namespace okv

@@ -1,0 +1,51 @@
+#ifndef OKV_CMD_BENCH_NLL_H_
+#define OKV_CMD_BENCH_NLL_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cmd/bench/bootstrap.h"
+
+namespace okv {
+
+// What INT2 history costs in quality: the negative log likelihood (nats per token) of one text under
+// one set of weights with BF16 KV and with INT2 history under each rotation set, window by window.
+struct NllOptions {
+  std::string model;
+  std::string text;
+  uint32_t skip_tokens = 0;  // Left out at the beginning: what a calibration has seen.
+  uint32_t tokens = 32768;   // A multiple of window.
+  uint32_t window = 2048;    // Tokens of one sequence; each starts an empty cache.
+  // Name -> rotation set file.
+  std::map<std::string, std::string> rotations;
+  uint32_t sink_tokens = 64;
+  uint32_t recent_tokens = 256;
+  uint32_t threads = 0;  // 0: one per core.
+  uint64_t seed = 1;     // Of the bootstrap.
+
+  // kInvalidArgument naming the flag.
+  absl::Status Validate() const;
+};
+
+struct NllReport {
+  uint32_t tokens = 0;  // Predicted ones.
+  uint32_t windows = 0;
+  std::map<std::string, double> nll;    // Name, and "bf16" -> mean NLL.
+  std::map<std::string, Interval> gap;  // Name -> NLL minus BF16's, paired, 95 % over windows.
+  // "a-b" -> paired difference of two names, in the order of their mean gaps.
+  std::map<std::string, Interval> difference;
+
+  std::string ToTable() const;
+  std::string ToJson() const;
+};
+
+// Errors name the file. Progress goes to stderr. Blocks until done.
+absl::StatusOr<NllReport> RunNll(const NllOptions& options);
+
+}  // namespace okv
+
+#endif  // OKV_CMD_BENCH_NLL_H_

@@ -1,0 +1,234 @@
+// okv-calibrate: builds a model's rotation set from dumped queries, keys and values, and reads one.
+//
+//   okv-calibrate fit --dump DIR --out FILE [--method oscar|hadamard|none] [...]
+//   okv-calibrate inspect FILE
+//
+// Exit code 0, or 1 with one line on stderr that names what is wrong.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "calib/dump.h"
+#include "calib/files.h"
+#include "calib/fit.h"
+#include "calib/linalg.h"
+#include "kernels/thread_pool.h"
+#include "nlohmann/json.hpp"
+#include "proto/rotation_set.h"
+#include "proto/status_macros.h"
+
+ABSL_FLAG(std::string, dump, "", "fit: directory of the dump, layer_<id>.safetensors a layer");
+ABSL_FLAG(std::string, out, "", "fit: the rotation set to write (safetensors)");
+ABSL_FLAG(std::string, method, "oscar", "fit: oscar, hadamard or none");
+ABSL_FLAG(uint32_t, group_size, 64, "fit: channels that share a scale, 32 to head_dim");
+ABSL_FLAG(std::string, scope, "layer", "fit: one rotation a layer, or one a kv_head");
+ABSL_FLAG(std::string, value_objective, "softmax", "fit: values weighed by softmax or energy");
+ABSL_FLAG(double, clip_k, -1, "fit: clip ratio of keys, 0 = off; default 0.96, none: off");
+ABSL_FLAG(double, clip_v, -1, "fit: clip ratio of values, 0 = off; default 0.92, none: off");
+ABSL_FLAG(uint32_t, value_tokens_max, 8192, "fit: tokens a layer that the softmax objective reads");
+ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048, "fit: of those, at most this many a sequence");
+ABSL_FLAG(uint32_t, measure_tokens, 1024, "fit: tokens a layer for the INT2 errors, 0 = off");
+ABSL_FLAG(uint32_t, threads, 0, "fit: threads, 0 = one a core");
+ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
+
+namespace okv {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+void PrintJson(const Json& json) {
+  std::printf("%s\n", json.dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
+}
+
+absl::StatusOr<FitOptions> OptionsFromFlags() {
+  FitOptions options;
+  OKV_ASSIGN_OR_RETURN(options.method, ParseMethod(absl::GetFlag(FLAGS_method)));
+  OKV_ASSIGN_OR_RETURN(options.scope, ParseScope(absl::GetFlag(FLAGS_scope)));
+  OKV_ASSIGN_OR_RETURN(options.value_objective,
+                       ParseValueObjective(absl::GetFlag(FLAGS_value_objective)));
+  options.group_size = absl::GetFlag(FLAGS_group_size);
+  if (const double ratio = absl::GetFlag(FLAGS_clip_k); ratio != -1) options.clip_k = ratio;
+  if (const double ratio = absl::GetFlag(FLAGS_clip_v); ratio != -1) options.clip_v = ratio;
+  options.value_sample = {.tokens_max = absl::GetFlag(FLAGS_value_tokens_max),
+                          .sequence_tokens_max = absl::GetFlag(FLAGS_value_sequence_tokens_max)};
+  options.measure_tokens = absl::GetFlag(FLAGS_measure_tokens);
+  return options;
+}
+
+// What made the set, without a date: the same dump and options give the same file.
+std::map<std::string, std::string> Provenance(const DumpReader& dump, const FitOptions& options,
+                                              const FitResult& result) {
+  std::map<std::string, std::string> facts = {
+      {"program", "okv-calibrate"},
+      {"text_source", dump.info().text_source},
+      {"tokens", absl::StrCat(dump.tokens_count())},
+      {"sequences", absl::StrCat(dump.sequence_lengths().size())},
+      {"query_heads", absl::StrCat(dump.info().query_heads)},
+      {"clip_k", absl::StrCat(options.ClipRatioK())},
+      {"clip_v", absl::StrCat(options.ClipRatioV())}};
+  if (options.method == Method::kOscar) {
+    facts["scope"] = std::string(ScopeName(options.scope));
+    facts["value_objective"] = std::string(ValueObjectiveName(options.value_objective));
+    if (result.value_tokens > 0) facts["value_tokens"] = absl::StrCat(result.value_tokens);
+  }
+  return facts;
+}
+
+void PrintProgress(size_t done, size_t layers_count, const LayerReport& report) {
+  std::fprintf(stderr, "layer %u (%zu of %zu): |R R^T - I| %.1e", report.layer_id, done,
+               layers_count, report.orthogonality_error);
+  if (report.int2.tokens_count > 0) {
+    std::fprintf(stderr, ", int2 error of logits %.5f, values %.5f, output %.5f", report.int2.logit,
+                 report.int2.value, report.int2.output);
+  }
+  std::fprintf(stderr, "\n");
+}
+
+// The means over layers, for people and programs.
+Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult& result,
+             double seconds) {
+  double orthogonality_error = 0;
+  Int2Errors sum;
+  for (const LayerReport& layer : result.layers) {
+    orthogonality_error = std::max(orthogonality_error, layer.orthogonality_error);
+    sum.tokens_count += layer.int2.tokens_count;
+    sum.logit += layer.int2.logit;
+    sum.value += layer.int2.value;
+    sum.output += layer.int2.output;
+  }
+  const double layers_count = static_cast<double>(result.layers.size());
+  Json json = {{"method", MethodName(options.method)},
+               {"group_size", options.group_size},
+               {"layers", result.layers.size()},
+               {"tokens", dump.tokens_count()},
+               {"value_tokens", result.value_tokens},
+               {"hash", result.rotations.hash().Hex()},
+               {"seconds", seconds},
+               {"orthogonality_error_max", orthogonality_error}};
+  if (options.method == Method::kOscar) {
+    json["scope"] = ScopeName(options.scope);
+    json["value_objective"] = ValueObjectiveName(options.value_objective);
+  }
+  if (sum.tokens_count > 0) {
+    json["measured_tokens"] = sum.tokens_count / result.layers.size();
+    json["logit_error_mean"] = sum.logit / layers_count;
+    json["value_error_mean"] = sum.value / layers_count;
+    json["output_error_mean"] = sum.output / layers_count;
+  }
+  return json;
+}
+
+absl::Status Fit() {
+  const auto start = std::chrono::steady_clock::now();
+  const std::string out = absl::GetFlag(FLAGS_out);
+  if (absl::GetFlag(FLAGS_dump).empty()) return absl::InvalidArgumentError("--dump is missing");
+  if (out.empty()) return absl::InvalidArgumentError("--out is missing");
+  OKV_ASSIGN_OR_RETURN(const FitOptions options, OptionsFromFlags());
+  OKV_ASSIGN_OR_RETURN(const DumpReader dump, DumpReader::Open(absl::GetFlag(FLAGS_dump)));
+  OKV_RETURN_IF_ERROR(options.Validate(dump.info().head_dim));
+  // Opened first: a path that cannot be written shows before the work, not after it.
+  OKV_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(out));
+
+  const uint32_t threads = absl::GetFlag(FLAGS_threads);
+  ThreadPool pool(threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency()));
+  size_t done = 0;
+  OKV_ASSIGN_OR_RETURN(FitResult result,
+                       FitRotations(dump, options, &pool, [&](const LayerReport& report) {
+                         PrintProgress(++done, dump.info().layer_ids.size(), report);
+                       }));
+  if (result.value_tokens > 0 && result.value_tokens < dump.tokens_count()) {
+    std::fprintf(stderr,
+                 "the softmax objective read %u of %u tokens: --value_tokens_max %u, "
+                 "--value_sequence_tokens_max %u\n",
+                 result.value_tokens, dump.tokens_count(), options.value_sample.tokens_max,
+                 options.value_sample.sequence_tokens_max);
+  }
+  result.rotations.provenance = Provenance(dump, options, result);
+  OKV_RETURN_IF_ERROR(file.Append(result.rotations.Serialize()));
+  OKV_RETURN_IF_ERROR(file.Commit());
+
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  const Json summary = Summary(dump, options, result, elapsed.count());
+  if (absl::GetFlag(FLAGS_json)) {
+    PrintJson(summary);
+  } else {
+    std::printf("%s: %s, %zu layers, hash %s, %.1f s\n", out.c_str(),
+                result.rotations.method.c_str(), result.layers.size(),
+                result.rotations.hash().Hex().c_str(), elapsed.count());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Inspect(const std::string& path) {
+  OKV_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(path));
+  absl::StatusOr<RotationSet> parsed = RotationSet::Parse(file.bytes());
+  if (!parsed.ok()) {
+    return absl::Status(parsed.status().code(),
+                        absl::StrCat(path, ": ", parsed.status().message()));
+  }
+  const RotationSet& set = *parsed;
+  double orthogonality_error = 0;
+  for (uint32_t layer = 0; layer < set.layer_ids.size(); ++layer) {
+    for (uint32_t head = 0; head < set.rotation_heads; ++head) {
+      orthogonality_error = std::max(
+          {orthogonality_error, OrthogonalityError(set.RotationK(layer, head), set.head_dim),
+           OrthogonalityError(set.RotationV(layer, head), set.head_dim)});
+    }
+  }
+  const auto ranks = [](const std::vector<uint32_t>& all) {
+    const auto [low, high] = std::minmax_element(all.begin(), all.end());
+    return *low == *high ? absl::StrCat(*low) : absl::StrCat(*low, " to ", *high);
+  };
+  const Json json = {{"model", set.model},
+                     {"weights_revision", set.weights_revision},
+                     {"hash", set.hash().Hex()},
+                     {"method", set.method},
+                     {"layer_ids", set.layer_ids},
+                     {"kv_heads", set.kv_heads},
+                     {"head_dim", set.head_dim},
+                     {"group_size", set.group_size},
+                     {"rotation_heads", set.rotation_heads},
+                     {"clip_rank_k", ranks(set.clip_rank_k)},
+                     {"clip_rank_v", ranks(set.clip_rank_v)},
+                     {"orthogonality_error_max", orthogonality_error},
+                     {"provenance", set.provenance}};
+  if (absl::GetFlag(FLAGS_json)) {
+    PrintJson(json);
+    return absl::OkStatus();
+  }
+  for (const auto& [name, value] : json.items()) {
+    std::printf("%s: %s\n", name.c_str(),
+                value.dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Run(const std::vector<char*>& words) {
+  if (words.size() == 2 && absl::string_view(words[1]) == "fit") return Fit();
+  if (words.size() == 3 && absl::string_view(words[1]) == "inspect") return Inspect(words[2]);
+  return absl::InvalidArgumentError(
+      "say: okv-calibrate fit [flags], or okv-calibrate inspect FILE");
+}
+
+}  // namespace
+}  // namespace okv
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(
+      "okv-calibrate fit --dump DIR --out FILE [flags] | okv-calibrate inspect FILE");
+  const absl::Status status = okv::Run(absl::ParseCommandLine(argc, argv));
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "okv-calibrate: %s\n", status.ToString().c_str());
+  return 1;
+}

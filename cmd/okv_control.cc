@@ -1,0 +1,76 @@
+// okv-control: the control plane. Prefix index, placement, rotation sets; state in RocksDB.
+//
+//   okv-control --data_dir DIR [--listen HOST:PORT] [--metrics HOST:PORT] [...]
+//
+// Exit code 0 after SIGTERM or SIGINT, or 1 with one line on stderr that names what is wrong.
+
+#include <pthread.h>
+
+#include <csignal>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
+#include "cmd/support/files.h"
+#include "control_plane/server.h"
+#include "proto/status_macros.h"
+
+ABSL_FLAG(std::string, listen, "127.0.0.1:0", "host:port of the gRPC service; port 0: any free one");
+ABSL_FLAG(std::string, metrics, "", "host:port for /metrics; empty: none");
+ABSL_FLAG(std::string, data_dir, "", "directory of the durable state; belongs to one okv-control");
+ABSL_FLAG(uint32_t, heartbeat_interval_ms, 1000, "what nodes are told");
+ABSL_FLAG(uint32_t, node_timeout_ms, 5000, "a node silent for so long is given up");
+ABSL_FLAG(uint32_t, reservation_timeout_ms, 30000, "a writer silent for so long loses its room");
+ABSL_FLAG(std::string, port_file, "", "written once it serves: the port, alone on a line");
+
+namespace okv {
+namespace {
+
+absl::Status Run(const sigset_t& stop) {
+  ControlServerOptions options;
+  options.listen = absl::GetFlag(FLAGS_listen);
+  options.metrics = absl::GetFlag(FLAGS_metrics);
+  options.data_dir = absl::GetFlag(FLAGS_data_dir);
+  options.control.heartbeat_interval_ms = absl::GetFlag(FLAGS_heartbeat_interval_ms);
+  options.control.node_timeout_ms = absl::GetFlag(FLAGS_node_timeout_ms);
+  options.control.reservation_timeout_ms = absl::GetFlag(FLAGS_reservation_timeout_ms);
+  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<ControlServer> server,
+                       ControlServer::Start(options));
+  if (const std::string path = absl::GetFlag(FLAGS_port_file); !path.empty()) {
+    const std::string port = server->address().substr(server->address().rfind(':') + 1);
+    OKV_RETURN_IF_ERROR(WriteFileAtomically(path, absl::StrCat(port, "\n")));
+  }
+  std::printf("okv-control ready on %s\n", server->address().c_str());
+  std::fflush(stdout);
+  int signal = 0;
+  sigwait(&stop, &signal);
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace okv
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage("okv-control: the control plane of OscarKV (see --helpfull)");
+  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  if (rest.size() > 1) {
+    std::fprintf(stderr, "okv-control: error: unexpected argument '%s'\n", rest[1]);
+    return 1;
+  }
+  // Before the first thread, so that all inherit it: only sigwait sees these.
+  sigset_t stop;
+  sigemptyset(&stop);
+  sigaddset(&stop, SIGTERM);
+  sigaddset(&stop, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &stop, nullptr);
+  if (const absl::Status status = okv::Run(stop); !status.ok()) {
+    std::fprintf(stderr, "okv-control: error: %s\n", std::string(status.message()).c_str());
+    return 1;
+  }
+  return 0;
+}

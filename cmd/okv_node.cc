@@ -1,0 +1,121 @@
+// okv-node: a cache node. Holds objects in DRAM and RocksDB, takes and sends them over UCX, reports
+// to okv-control, shows /metrics. Stops on SIGTERM or SIGINT: spills what only DRAM holds, then exits.
+//
+//   okv-node --control HOST:PORT --data_dir DIR [--listen HOST:PORT] [--metrics HOST:PORT] [...]
+//
+// Exit code 0 after a signal, or 1 with one line on stderr that names what is wrong.
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "cache_node/node.h"
+#include "client/transport/transport.h"
+#include "cmd/support/files.h"
+#include "nlohmann/json.hpp"
+#include "proto/clock.h"
+#include "proto/status_macros.h"
+
+ABSL_FLAG(std::string, control, "", "host:port of okv-control");
+ABSL_FLAG(std::string, listen, "127.0.0.1:0", "host:port for workers (UCX); port 0: any free one");
+ABSL_FLAG(std::string, metrics, "127.0.0.1:0", "host:port for /metrics; port 0: any free one");
+ABSL_FLAG(std::string, data_dir, "", "directory of the disk tier; belongs to one node");
+ABSL_FLAG(uint64_t, dram_bytes, uint64_t{1} << 30, "size of the DRAM arena");
+ABSL_FLAG(uint64_t, disk_bytes, uint64_t{16} << 30, "limit of the disk tier");
+ABSL_FLAG(std::string, node_id, "", "this node's name; default: the one data_dir remembers");
+ABSL_FLAG(std::string, ucx_tls, "", "transports, as UCX_TLS takes them; default: UCX's choice");
+ABSL_FLAG(std::string, net_devices, "lo", "network devices, as UCX_NET_DEVICES takes them");
+ABSL_FLAG(bool, require_rdma, false, "refuse to start without an RDMA device");
+ABSL_FLAG(bool, prefault, true, "touch the whole arena before serving");
+ABSL_FLAG(absl::Duration, control_timeout, absl::Seconds(30),
+          "how long to try to register before giving up");
+ABSL_FLAG(absl::Duration, spill_timeout, absl::Seconds(20),
+          "how long a stopping node may spill what only DRAM holds");
+ABSL_FLAG(std::string, ready_file, "",
+          "written once the node serves: JSON with node_id, data_address, metrics_address");
+
+namespace okv {
+namespace {
+
+void Log(const std::string& line) {
+  std::fprintf(stderr, "%s okv-node: %s\n",
+               absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()).c_str(),
+               line.c_str());
+}
+
+NodeOptions OptionsFromFlags() {
+  NodeOptions options;
+  options.control_address = absl::GetFlag(FLAGS_control);
+  options.listen_address = absl::GetFlag(FLAGS_listen);
+  options.metrics_address = absl::GetFlag(FLAGS_metrics);
+  options.data_dir = absl::GetFlag(FLAGS_data_dir);
+  options.node_id = absl::GetFlag(FLAGS_node_id);
+  options.dram_bytes = absl::GetFlag(FLAGS_dram_bytes);
+  options.disk_bytes = absl::GetFlag(FLAGS_disk_bytes);
+  options.prefault = absl::GetFlag(FLAGS_prefault);
+  options.control_timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_control_timeout));
+  options.spill_timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_spill_timeout));
+  return options;
+}
+
+// Runs until a signal of `stop` arrives, which every thread has blocked.
+absl::Status Run(const sigset_t& stop) {
+  const NodeOptions options = OptionsFromFlags();
+  OKV_RETURN_IF_ERROR(options.Validate());
+  UcxTransportOptions ucx;
+  ucx.tls = absl::GetFlag(FLAGS_ucx_tls);
+  ucx.net_devices = absl::GetFlag(FLAGS_net_devices);
+  ucx.require_rdma = absl::GetFlag(FLAGS_require_rdma);
+  OKV_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport, CreateUcxTransport(ucx));
+  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Node> node,
+                       Node::Start(options, std::move(transport), Clock::System(), Log));
+  const nlohmann::ordered_json ready = {{"node_id", node->node_id()},
+                                        {"data_address", node->data_address()},
+                                        {"metrics_address", node->metrics_address()}};
+  if (const std::string path = absl::GetFlag(FLAGS_ready_file); !path.empty()) {
+    OKV_RETURN_IF_ERROR(WriteFileAtomically(path, absl::StrCat(ready.dump(), "\n")));
+  }
+  std::printf("okv-node ready %s\n", ready.dump().c_str());
+  std::fflush(stdout);
+  int signal = 0;
+  sigwait(&stop, &signal);
+  Log(absl::StrCat("stopping on signal ", signal));
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace okv
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage("okv-node: a cache node of OscarKV (see --helpfull)");
+  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  if (rest.size() > 1) {
+    std::fprintf(stderr, "okv-node: error: unexpected argument '%s'\n", rest[1]);
+    return 1;
+  }
+  // Before the first thread, so that all inherit it: only sigwait sees these.
+  sigset_t stop;
+  sigemptyset(&stop);
+  sigaddset(&stop, SIGTERM);
+  sigaddset(&stop, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &stop, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+  if (const absl::Status status = okv::Run(stop); !status.ok()) {
+    std::fprintf(stderr, "okv-node: error: %s\n", std::string(status.message()).c_str());
+    return 1;
+  }
+  return 0;
+}

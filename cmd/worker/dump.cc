@@ -1,0 +1,62 @@
+#include "cmd/worker/dump.h"
+
+#include <cstdio>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "calib/dump.h"
+#include "cmd/engine/model.h"
+#include "cmd/engine/tokenizer.h"
+#include "cmd/support/kv.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+
+absl::Status DumpOptions::Validate() const {
+  if (model.empty()) return absl::InvalidArgumentError("--model is missing");
+  if (text.empty()) return absl::InvalidArgumentError("--text is missing");
+  if (out.empty()) return absl::InvalidArgumentError("--out is missing");
+  if (window == 0 || tokens == 0 || tokens % window != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--tokens ", tokens, " is not a multiple of --window ", window));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunDump(const DumpOptions& options) {
+  OKV_RETURN_IF_ERROR(options.Validate());
+  ThreadPool pool(options.threads != 0 ? options.threads
+                                       : std::max(1u, std::thread::hardware_concurrency()));
+  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options.model, &pool));
+  const ModelConfig& config = model->config();
+  OKV_ASSIGN_OR_RETURN(
+      const std::vector<uint32_t> tokens,
+      ReadTokens(model->tokenizer(), options.text,
+                 {.skip_tokens = options.skip_tokens, .tokens_count = options.tokens}));
+
+  const RotationSet identity = IdentityRotations(config);
+  const Format format = MakeFormat(config, identity, {.recent_tokens = kBf16RecentTokens});
+  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<DumpWriter> dump,
+                       DumpWriter::Create(options.out, {.model = config.name,
+                                                        .weights_revision = config.weights_revision,
+                                                        .text_source = options.text,
+                                                        .layer_ids = format.layer_ids,
+                                                        .query_heads = config.query_heads,
+                                                        .kv_heads = config.kv_heads,
+                                                        .head_dim = config.head_dim}));
+  for (uint32_t first = 0; first < options.tokens; first += options.window) {
+    OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Sequence> sequence,
+                         MakeSequence(config, format, &identity, options.window, &pool));
+    SequenceCache cache(sequence.get(), dump.get());
+    const auto window = absl::MakeConstSpan(tokens).subspan(first, options.window);
+    OKV_RETURN_IF_ERROR(model->Forward(window, &cache).status());
+    OKV_RETURN_IF_ERROR(dump->EndSequence());
+    std::fprintf(stderr, "okv-worker dump: %u of %u tokens\n", first + options.window,
+                 options.tokens);
+  }
+  return dump->Finish();
+}
+
+}  // namespace okv

@@ -1,0 +1,79 @@
+#ifndef OKV_CONTROL_PLANE_ROTATION_REGISTRY_H_
+#define OKV_CONTROL_PLANE_ROTATION_REGISTRY_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "control_plane/state.h"
+#include "proto/clock.h"
+#include "proto/format.h"
+#include "proto/mutex.h"
+#include "proto/rotation_set.h"
+
+namespace okv {
+
+// What an operator sees of a rotation set.
+struct RotationInfo {
+  RotationHash hash;
+  std::string model;
+  std::string weights_revision;
+  std::string method;
+  uint32_t layers_count = 0;
+  uint32_t kv_heads = 0;
+  uint32_t head_dim = 0;
+  uint32_t group_size = 0;
+  uint64_t file_bytes = 0;
+  int64_t published_wall_us = 0;
+};
+
+// Published rotation sets and the formats that use them: durable, validated once when they come in.
+// Thread-safe.
+class RotationRegistry {
+ public:
+  // Reads what `state` holds; it outlives the registry. kDataLoss naming a set that no longer parses.
+  static absl::StatusOr<std::unique_ptr<RotationRegistry>> Open(State* state, const Clock* clock);
+
+  struct Published {
+    RotationHash hash;
+    bool already_known;
+  };
+  // Takes a safetensors file. Errors are RotationSet::Parse's: nothing is stored then.
+  absl::StatusOr<Published> Publish(const std::string& file);
+
+  // The file of a published set. kNotFound.
+  absl::StatusOr<std::string> Get(const RotationHash& hash) const;
+
+  // Those of `model`, or all when it is empty.
+  std::vector<RotationInfo> List(const std::string& model) const;
+
+  // Takes a format (canonical bytes) into use. kInvalidArgument: Format::Parse. kFailedPrecondition:
+  // its rotation set is not published ("rotation_hash"), or is for another geometry; the message names
+  // the field.
+  absl::StatusOr<Format> RegisterFormat(const std::string& canonical);
+  // kFailedPrecondition when no session was opened with that format.
+  absl::StatusOr<Format> FindFormat(const FormatId& id) const;
+
+  size_t rotations_count() const;
+  size_t formats_count() const;
+
+ private:
+  RotationRegistry(State* state, const Clock* clock) : state_(state), clock_(clock) {}
+  absl::Status Load();
+
+  // Constant after construction.
+  State* const state_;
+  const Clock* const clock_;
+
+  mutable Mutex mu_;
+  absl::flat_hash_map<RotationHash, RotationInfo> rotations_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<FormatId, Format> formats_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace okv
+
+#endif  // OKV_CONTROL_PLANE_ROTATION_REGISTRY_H_

@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# OscarKV in one command, on one machine without a GPU: installs, builds, fetches a real model,
+# calibrates rotations on its activations, starts a control plane and two cache nodes, lets worker A
+# store the prefix of a prompt and worker B, another process, continue from it, and measures what
+# INT2 history costs in quality. Stops everything it started.
+#
+#   deploy/quickstart.sh [--nll_tokens N] [--fresh] [--json] [--help]
+#
+#   --nll_tokens N  held-out tokens for the quality figures (default 4096)
+#   --fresh         calibrate again even if a calibration of this model is there
+#   --json          only the JSON line on standard output (progress goes to standard error)
+#
+# The last line is one JSON object. Exits 0 only when the figures hold: worker B resumed exactly.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+
+nll_tokens=4096 fresh=0 json_only=0
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --nll_tokens) nll_tokens=${2:?--nll_tokens needs a number}; shift ;;
+    --fresh) fresh=1 ;;
+    --json) json_only=1 ;;
+    --help) sed -n '2,14p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "quickstart: unknown flag '$1' (see --help)" >&2; exit 2 ;;
+  esac
+  shift
+done
+
+exec 3>&1                                  # The table and the JSON line.
+[ "$json_only" = 1 ] && exec 3>/dev/null
+step() { printf '\n== %s\n' "$*" >&2; }
+die() { printf 'quickstart: error: %s\n' "$*" >&2; exit 1; }
+
+bin=$root/build/release/bin
+work=$root/build/quickstart
+model=$root/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
+text=$root/build/text/jargon.txt
+recipe="tokens=8192 window=2048 group=64"  # Part of the calibration's name: a change makes a new one.
+
+pids=()
+stop_all() {
+  local status=$?
+  for pid in "${pids[@]:-}"; do [ -n "$pid" ] && kill -TERM "$pid" 2>/dev/null || true; done
+  for pid in "${pids[@]:-}"; do [ -n "$pid" ] && wait "$pid" 2>/dev/null || true; done
+  [ $status -eq 0 ] || printf 'quickstart: failed; logs are in %s\n' "$work/logs" >&2
+  exit $status
+}
+trap stop_all EXIT
+trap 'exit 130' INT TERM
+
+step "1/8 dependencies and model"
+deploy/bootstrap.sh >&2
+deploy/fetch_text.sh >&2
+
+step "2/8 build (release)"
+export PATH="/usr/local/cuda/bin:$PATH"
+cmake --workflow --preset release >&2
+
+step "3/8 calibration on real activations"
+mkdir -p "$work/logs"
+calibration=$work/calibration-$(sha256sum "$model" "$text" <(echo "$recipe") | cut -c1-64 | sha256sum | cut -c1-12)
+[ "$fresh" = 1 ] && rm -rf "$calibration"
+if [ -e "$calibration/done" ]; then
+  echo "calibration is in place: $calibration" >&2
+else
+  rm -rf "$calibration" && mkdir -p "$calibration"
+  "$bin/okv-worker" dump --model "$model" --text "$text" --tokens 8192 --window 2048 \
+    --out "$calibration/dump" >&2
+  for method in oscar hadamard none; do
+    "$bin/okv-calibrate" fit --dump "$calibration/dump" --out "$calibration/$method.safetensors" \
+      --method "$method" --group_size 64 >&2
+  done
+  rm -rf "$calibration/dump"
+  touch "$calibration/done"
+fi
+
+step "4/8 control plane and two nodes"
+run=$work/run && rm -rf "$run" && mkdir -p "$run"
+wait_for() {  # wait_for FILE PID NAME
+  for _ in $(seq 300); do
+    [ -s "$1" ] && return 0
+    kill -0 "$2" 2>/dev/null || { tail -5 "$work/logs/$3.log" >&2; die "$3 stopped"; }
+    sleep 0.1
+  done
+  die "$3 is not ready after 30 s; see $work/logs/$3.log"
+}
+"$bin/okv-control" --listen 127.0.0.1:0 --data_dir "$run/control" --port_file "$run/control.port" \
+  >"$work/logs/okv-control.log" 2>&1 &
+pids+=($!)
+wait_for "$run/control.port" $! okv-control
+control=127.0.0.1:$(cat "$run/control.port")
+"$bin/okvctl" --control "$control" publish "$calibration/oscar.safetensors" >&2
+for node in 1 2; do
+  "$bin/okv-node" --control "$control" --listen 127.0.0.1:0 --metrics 127.0.0.1:0 \
+    --data_dir "$run/node$node" --dram_bytes $((96 << 20)) --disk_bytes $((1 << 30)) \
+    --ready_file "$run/node$node.json" >"$work/logs/okv-node$node.log" 2>&1 &
+  pids+=($!)
+  wait_for "$run/node$node.json" $! "okv-node$node"
+done
+field() { python3 -c 'import json,sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$1" "$2"; }
+echo "control plane at $control, nodes at $(field "$run/node1.json" data_address), $(field "$run/node2.json" data_address)" >&2
+
+worker() {  # worker NAME FLAGS...: runs a worker, keeps its JSON line
+  local name=$1; shift
+  "$bin/okv-worker" run --model "$model" --rotation "$calibration/oscar.safetensors" \
+    --prompt_file "$text" --prompt_tokens 4110 --max_new_tokens 32 --json "$@" \
+    > >(tee "$work/logs/worker-$name.log" | tail -n 1 >"$run/worker-$name.json") \
+    2> >(tee "$work/logs/worker-$name.err" >&2) || die "worker $name failed"
+  wait_json "$run/worker-$name.json"
+}
+wait_json() { for _ in $(seq 100); do [ -s "$1" ] && return 0; sleep 0.05; done; die "$1 is empty"; }
+
+step "5/8 worker A: cold prefill, its blocks go to the nodes"
+worker a --control "$control" --ending $'\n\nIn one sentence, the text above is about' --store
+for node in 1 2; do
+  curl -sS --max-time 5 "http://$(field "$run/node$node.json" metrics_address)/metrics" \
+    >"$run/node$node.metrics" || die "node $node has no metrics"
+done
+
+step "6/8 worker B: the same prefix, another ending, another process"
+worker b --control "$control" --ending $'\n\nThe most surprising thing in this text is that'
+
+step "7/8 the same prompt as worker B's without network and without a hit"
+worker alone --ending $'\n\nThe most surprising thing in this text is that'
+
+step "8/8 quality: NLL of held-out text with BF16 KV and with INT2 history"
+"$bin/okv-bench" nll --model "$model" --text "$text" --tokens "$nll_tokens" --window 2048 \
+  --rotations "oscar=$calibration/oscar.safetensors,hadamard=$calibration/hadamard.safetensors,none=$calibration/none.safetensors" \
+  --json > >(tee "$work/logs/nll.log" >&2) || die "okv-bench nll failed"
+tail -n 1 "$work/logs/nll.log" >"$run/nll.json"
+
+python3 deploy/quickstart_report.py "$run" >"$run/report.txt"
+head -n -1 "$run/report.txt" >&3
+tail -n 1 "$run/report.txt"

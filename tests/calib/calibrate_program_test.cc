@@ -1,0 +1,144 @@
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "proto/rotation_set.h"
+#include "tests/calib/test_data.h"
+
+namespace okv {
+namespace {
+
+using testing::HasSubstr;
+
+struct RunResult {
+  int exit_code;
+  std::string output;  // stdout and stderr together.
+  std::string last_line() const {
+    const std::vector<std::string> lines = absl::StrSplit(output, '\n', absl::SkipEmpty());
+    return lines.empty() ? "" : lines.back();
+  }
+};
+
+RunResult RunCalibrate(const std::string& arguments) {
+  const char* bin = std::getenv("OKV_BIN_DIR");
+  EXPECT_NE(bin, nullptr) << "run by ctest, which sets OKV_BIN_DIR";
+  const std::string command = absl::StrCat(bin, "/okv-calibrate ", arguments, " 2>&1");
+  std::FILE* pipe = popen(command.c_str(), "r");
+  RunResult result{.exit_code = -1, .output = ""};
+  if (pipe == nullptr) return result;
+  char buffer[4096];
+  while (const size_t bytes = fread(buffer, 1, sizeof(buffer), pipe)) {
+    result.output.append(buffer, bytes);
+  }
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) result.exit_code = WEXITSTATUS(status);
+  return result;
+}
+
+class CalibrateProgramTest : public testing::Test {
+ protected:
+  void SetUp() override { WriteDump(dump_, {0, 1}, {}, 1); }
+
+  const TempDirectory directory_;
+  const std::string dump_ = directory_.Path("dump");
+  const std::string out_ = directory_.Path("rotations.safetensors");
+  const std::string fit_ = absl::StrCat("fit --dump ", dump_, " --out ", out_);
+};
+
+TEST_F(CalibrateProgramTest, FitWritesASetThatInspectAndTheLibraryRead) {
+  const RunResult fit = RunCalibrate(fit_ + " --json");
+  ASSERT_EQ(fit.exit_code, 0) << fit.output;
+  const auto json = nlohmann::json::parse(fit.last_line(), nullptr, /*allow_exceptions=*/false);
+  ASSERT_TRUE(json.is_object()) << fit.output;
+  EXPECT_EQ(json["method"], "oscar");
+  EXPECT_EQ(json["layers"], 2);
+  EXPECT_EQ(json["tokens"], 160);
+  EXPECT_GT(json["logit_error_mean"].get<double>(), 0);
+  EXPECT_GT(json["output_error_mean"].get<double>(), 0);
+  EXPECT_LT(json["orthogonality_error_max"].get<double>(), 1.0 / 256);
+  EXPECT_THAT(fit.output, HasSubstr("layer 1 (2 of 2)"));
+
+  const auto set = RotationSet::Parse(ReadFile(out_));
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_EQ(set->hash().Hex(), json["hash"].get<std::string>());
+  EXPECT_EQ(set->provenance.at("tokens"), "160");
+  EXPECT_EQ(set->provenance.at("value_objective"), "softmax");
+
+  const RunResult inspect = RunCalibrate("inspect --json " + out_);
+  ASSERT_EQ(inspect.exit_code, 0) << inspect.output;
+  const auto seen = nlohmann::json::parse(inspect.last_line(), nullptr, false);
+  ASSERT_TRUE(seen.is_object()) << inspect.output;
+  EXPECT_EQ(seen["hash"], json["hash"]);
+  EXPECT_EQ(seen["model"], "synthetic");
+  EXPECT_EQ(seen["clip_rank_k"], "61");
+}
+
+TEST_F(CalibrateProgramTest, TwoFitsWriteEqualFiles) {
+  ASSERT_EQ(RunCalibrate(fit_ + " --scope kv_head --threads 1").exit_code, 0);
+  const std::string first = ReadFile(out_);
+  ASSERT_EQ(RunCalibrate(fit_ + " --scope kv_head --threads 3").exit_code, 0);
+  EXPECT_EQ(first, ReadFile(out_));
+}
+
+TEST_F(CalibrateProgramTest, ErrorsExitWithOneAndNameTheThing) {
+  struct Case {
+    std::string arguments;
+    const char* message;
+  };
+  const std::string out = " --out " + out_;
+  for (const Case& one : {
+           Case{"", "say: okv-calibrate"},
+           Case{"frobnicate", "say: okv-calibrate"},
+           Case{"fit" + out, "--dump is missing"},
+           Case{"fit --dump " + dump_, "--out is missing"},
+           Case{"fit --dump " + directory_.Path("absent") + out, "absent"},
+           Case{fit_ + " --method quarot", "'quarot'"},
+           Case{fit_ + " --scope model", "'model'"},
+           Case{fit_ + " --value_objective mse", "'mse'"},
+           Case{fit_ + " --group_size 48", "group_size is 48"},
+           Case{fit_ + " --clip_k 1.5", "clip_k is 1.5"},
+           Case{fit_ + " --no_such_flag 1", "no_such_flag"},
+           Case{"fit --dump " + dump_ + " --out " + directory_.Path("absent/set"), "absent/set"},
+           Case{"fit --dump " + dump_ + " --out " + directory_.path(), directory_.path().c_str()},
+           Case{"inspect " + directory_.Path("absent"), "absent"},
+           Case{"inspect " + dump_ + "/layer_0.safetensors", "layer_0.safetensors"},
+       }) {
+    const RunResult result = RunCalibrate(one.arguments);
+    EXPECT_EQ(result.exit_code, 1) << one.arguments;
+    EXPECT_THAT(result.output, HasSubstr(one.message)) << one.arguments;
+  }
+  EXPECT_FALSE(std::filesystem::exists(out_));
+}
+
+TEST_F(CalibrateProgramTest, AFailedFitLeavesTheOldFileAndNoOther) {
+  WriteFile(out_, "old");
+  const std::string layer = dump_ + "/layer_1.safetensors";
+  std::string bytes = ReadFile(layer);
+  bytes.replace(bytes.size() - 1000, 2, "\xff\x7f");  // A bf16 NaN among the values.
+  WriteFile(layer, bytes);
+  const RunResult result = RunCalibrate(fit_);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("NaN or Inf in v of layer 1, token 15"));
+  EXPECT_EQ(ReadFile(out_), "old");
+  EXPECT_FALSE(std::filesystem::exists(out_ + ".tmp"));
+}
+
+TEST_F(CalibrateProgramTest, ACutSetIsDataLossToInspect) {
+  ASSERT_EQ(RunCalibrate(fit_).exit_code, 0);
+  const std::string bytes = ReadFile(out_);
+  WriteFile(out_, bytes.substr(0, bytes.size() - 10));
+  const RunResult result = RunCalibrate("inspect " + out_);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("DATA_LOSS"));
+}
+
+}  // namespace
+}  // namespace okv

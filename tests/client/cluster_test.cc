@@ -1,0 +1,683 @@
+#include "client/cluster.h"
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include "client/cluster_client.h"
+#include "client/transport/loopback_transport.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/client/fake_control.h"
+#include "tests/client/fake_node.h"
+#include "tests/support/fixtures.h"
+
+namespace okv {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+const absl::Duration kLong = absl::Seconds(30);
+
+// A port that nobody listens on.
+std::string UnusedAddress() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  OKV_CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0);
+  OKV_CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0);
+  close(fd);
+  return absl::StrCat("127.0.0.1:", ntohs(address.sin_port));
+}
+
+// A node and the transport that it runs on.
+struct NodeProcess {
+  FakeNode node;
+  std::unique_ptr<Transport> transport;
+  std::string address;
+
+  LookupResult::Node where() const { return {.node_id = node.node_id, .data_address = address}; }
+};
+
+// Runs on the in-process transport and on UCX.
+class ClusterTest : public ::testing::TestWithParam<bool> {
+ protected:
+  ClusterTest()
+      : rotations_(testing_support::SmallRotations("hadamard", 0)),
+        format_(testing_support::SmallFormat(rotations_)),
+        layout_(PageLayout::Of(format_)) {
+    transport_ = MakeTransport();
+    options_.control_address = control_.address();
+    options_.rpc_timeout = absl::Seconds(10);
+  }
+  ~ClusterTest() override {
+    cluster_.reset();
+    transport_.reset();
+    for (auto& process : processes_) process->transport.reset();
+  }
+
+  std::unique_ptr<Transport> MakeTransport() {
+    if (!GetParam()) return hub_.CreateTransport();
+    auto made = CreateUcxTransport({});
+    OKV_CHECK(made.ok());
+    return *std::move(made);
+  }
+
+  NodeProcess* AddNode(const std::string& node_id) {
+    processes_.push_back(std::make_unique<NodeProcess>());
+    processes_.back()->node.node_id = node_id;
+    return processes_.back().get();
+  }
+  void Start(NodeProcess* process, const std::string& address = "127.0.0.1:0") {
+    process->transport = MakeTransport();
+    const auto bound = process->transport->Listen(address, &process->node);
+    ASSERT_TRUE(bound.ok()) << bound.status();
+    process->address = *bound;
+  }
+
+  Cluster* cluster() {
+    if (cluster_ == nullptr) {
+      auto connected = Cluster::Connect(options_, format_, transport_.get());
+      OKV_CHECK(connected.ok());
+      cluster_ = *std::move(connected);
+    }
+    return cluster_.get();
+  }
+
+  static ObjectId Id(uint32_t i, Codec codec = Codec::kInt2) {
+    ObjectId id{.key = {}, .codec = codec};
+    id.key.bytes[0] = static_cast<uint8_t>(i);
+    id.key.bytes[31] = 1;
+    return id;
+  }
+  std::vector<uint8_t> PayloadOf(uint32_t i, Codec codec = Codec::kInt2) const {
+    std::vector<uint8_t> payload(layout_.block_bytes(codec));
+    for (size_t k = 0; k < payload.size(); ++k) payload[k] = static_cast<uint8_t>(k * 7 + i);
+    return payload;
+  }
+  FakeNode::Stored Object(uint32_t i, Codec codec = Codec::kInt2) const {
+    FakeNode::Stored object;
+    object.payload = PayloadOf(i, codec);
+    object.header.format_id = format_.id();
+    object.header.id = Id(i, codec);
+    object.header.index = BlockIndex(i);
+    object.header.payload_bytes = object.payload.size();
+    object.header.generation = 1;
+    object.header.checksums = BlockChecksums(object.header.id, layout_, object.payload);
+    return object;
+  }
+  void Store(NodeProcess* process, uint32_t count) {
+    for (uint32_t i = 0; i < count; ++i) process->node.objects[Id(i)] = Object(i);
+  }
+
+  // Fetches objects 0..count-1 from `nodes`, best first.
+  std::vector<absl::Status> Fetch(uint32_t count, const std::vector<LookupResult::Node>& nodes,
+                                  absl::Duration deadline = kLong) {
+    buffers_.assign(count, std::vector<uint8_t>(layout_.block_bytes(Codec::kInt2)));
+    std::vector<FetchItem> items;
+    for (uint32_t i = 0; i < count; ++i) {
+      items.push_back({.id = Id(i),
+                       .index = BlockIndex(i),
+                       .nodes = nodes,
+                       .buffer = absl::MakeSpan(buffers_[i])});
+    }
+    return cluster()->Fetch(items, deadline);
+  }
+  void ExpectAllFetched(const std::vector<absl::Status>& statuses) {
+    for (uint32_t i = 0; i < statuses.size(); ++i) {
+      EXPECT_TRUE(statuses[i].ok()) << statuses[i];
+      EXPECT_TRUE(buffers_[i] == PayloadOf(i)) << "object " << i;
+    }
+  }
+
+  // Puts objects 0..count-1; the control plane sends each where `place` says.
+  std::vector<absl::Status> Put(uint32_t count, absl::Duration deadline = kLong) {
+    std::vector<std::vector<uint8_t>> payloads;
+    std::vector<PutItem> items;
+    for (uint32_t i = 0; i < count; ++i) payloads.push_back(PayloadOf(i));
+    for (uint32_t i = 0; i < count; ++i) {
+      items.push_back({.id = Id(i),
+                       .index = BlockIndex(i),
+                       .parent = i == 0 ? std::nullopt : std::optional<BlockKey>(Id(i - 1).key),
+                       .payload = payloads[i]});
+    }
+    return cluster()->Put(items, "group-1", deadline);
+  }
+  void PlaceAllOn(const NodeProcess* process) {
+    control_.AnswerReserve([node = process->where()](const v1::ReserveRequest& request,
+                                                     v1::ReserveResponse* response) {
+      for (int i = 0; i < request.objects_size(); ++i) {
+        v1::Placement* placement = response->add_placements();
+        placement->mutable_node()->set_node_id(node.node_id);
+        placement->mutable_node()->set_data_address(node.data_address);
+        placement->set_write_id(100 + i);
+        placement->set_reservation("reservation " + std::to_string(i));
+      }
+      return grpc::Status::OK;
+    });
+  }
+
+  const RotationSet rotations_;
+  const Format format_;
+  const PageLayout layout_;
+  LoopbackHub hub_;
+  FakeControl control_;
+  ClusterOptions options_;
+  std::unique_ptr<Transport> transport_;
+  std::vector<std::unique_ptr<NodeProcess>> processes_;
+  std::unique_ptr<Cluster> cluster_;
+  std::vector<std::vector<uint8_t>> buffers_;
+};
+
+// ---- Fetch
+
+TEST_P(ClusterTest, FetchReceivesFromTwoNodesAtOnce) {
+  NodeProcess* first = AddNode("node-1");
+  NodeProcess* second = AddNode("node-2");
+  for (uint32_t i = 0; i < 40; ++i) (i % 2 ? first : second)->node.objects[Id(i)] = Object(i);
+  Start(first);
+  Start(second);
+  buffers_.assign(40, std::vector<uint8_t>(layout_.block_bytes(Codec::kInt2)));
+  std::vector<FetchItem> items;
+  for (uint32_t i = 0; i < 40; ++i) {
+    items.push_back({.id = Id(i),
+                     .index = BlockIndex(i),
+                     .nodes = {(i % 2 ? first : second)->where()},
+                     .buffer = absl::MakeSpan(buffers_[i])});
+  }
+  ExpectAllFetched(cluster()->Fetch(items, kLong));
+}
+
+TEST_P(ClusterTest, FetchOfBothCodecsChecksTheCodec) {
+  NodeProcess* node = AddNode("node-1");
+  node->node.objects[Id(1, Codec::kBf16)] = Object(1, Codec::kBf16);
+  Start(node);
+  std::vector<uint8_t> buffer(layout_.block_bytes(Codec::kBf16));
+  const FetchItem item = {.id = Id(1, Codec::kBf16),
+                          .index = BlockIndex(1),
+                          .nodes = {node->where()},
+                          .buffer = absl::MakeSpan(buffer)};
+  EXPECT_TRUE(cluster()->Fetch({item}, kLong)[0].ok());
+  EXPECT_TRUE(buffer == PayloadOf(1, Codec::kBf16));
+}
+
+TEST_P(ClusterTest, AnObjectThatNoNodeHasIsNotFoundAndTheOthersArrive) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 3);
+  node->node.objects.erase(Id(1));
+  Start(node);
+  const auto statuses = Fetch(3, {node->where()});
+  EXPECT_TRUE(statuses[0].ok());
+  EXPECT_TRUE(absl::IsNotFound(statuses[1])) << statuses[1];
+  EXPECT_TRUE(statuses[2].ok());
+  EXPECT_TRUE(absl::IsNotFound(Fetch(1, {})[0]));
+}
+
+TEST_P(ClusterTest, ABufferOfTheWrongSizeIsInvalidArgument) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 1);
+  Start(node);
+  std::vector<uint8_t> buffer(layout_.block_bytes(Codec::kInt2) - 1);
+  const FetchItem item = {.id = Id(0),
+                          .index = BlockIndex(0),
+                          .nodes = {node->where()},
+                          .buffer = absl::MakeSpan(buffer)};
+  EXPECT_TRUE(absl::IsInvalidArgument(cluster()->Fetch({item}, kLong)[0]));
+}
+
+TEST_P(ClusterTest, AFlippedBitIsDataLossWhenNoOtherCopyExists) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 3);
+  node->node.objects[Id(1)].payload[100] ^= 0x10;
+  Start(node);
+  const auto statuses = Fetch(3, {node->where()});
+  EXPECT_TRUE(statuses[0].ok());
+  EXPECT_TRUE(absl::IsDataLoss(statuses[1])) << statuses[1];
+  EXPECT_TRUE(statuses[2].ok());
+}
+
+TEST_P(ClusterTest, AFlippedBitFailsOverToAGoodCopy) {
+  NodeProcess* bad = AddNode("node-1");
+  NodeProcess* good = AddNode("node-2");
+  Store(bad, 3);
+  Store(good, 3);
+  bad->node.objects[Id(1)].payload[100] ^= 0x10;
+  Start(bad);
+  Start(good);
+  ExpectAllFetched(Fetch(3, {bad->where(), good->where()}));
+}
+
+TEST_P(ClusterTest, AnotherObjectUnderTheRightOrdinalIsDataLoss) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 2);
+  node->node.swapped[Id(0)] = Id(1);
+  Start(node);
+  const auto statuses = Fetch(1, {node->where()});
+  EXPECT_TRUE(absl::IsDataLoss(statuses[0])) << statuses[0];
+  EXPECT_THAT(std::string(statuses[0].message()), HasSubstr("differs"));
+}
+
+TEST_P(ClusterTest, ANodeThatDiesMidFetchLeavesWhatArrivedAndUnavailableForTheRest) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 20);
+  node->node.deliveries_before_death = 5;
+  Start(node);
+  const auto statuses = Fetch(20, {node->where()});
+  int fetched = 0;
+  for (uint32_t i = 0; i < 20; ++i) {
+    if (statuses[i].ok()) {
+      ++fetched;
+      EXPECT_TRUE(buffers_[i] == PayloadOf(i));
+    } else {
+      EXPECT_TRUE(absl::IsUnavailable(statuses[i])) << statuses[i];
+      EXPECT_THAT(std::string(statuses[i].message()), HasSubstr(node->address));
+    }
+  }
+  EXPECT_GE(fetched, 1);
+  EXPECT_LE(fetched, 5);
+}
+
+TEST_P(ClusterTest, ANodeThatDiesMidFetchFailsOverToAReplica) {
+  NodeProcess* dying = AddNode("node-1");
+  NodeProcess* replica = AddNode("node-2");
+  Store(dying, 20);
+  Store(replica, 20);
+  dying->node.deliveries_before_death = 5;
+  Start(dying);
+  Start(replica);
+  ExpectAllFetched(Fetch(20, {dying->where(), replica->where()}));
+}
+
+TEST_P(ClusterTest, ANodeThatIsNotThereIsUnavailableAtOnce) {
+  const LookupResult::Node nobody = {.node_id = "node-9", .data_address = UnusedAddress()};
+  const auto statuses = Fetch(2, {nobody});
+  EXPECT_TRUE(absl::IsUnavailable(statuses[0])) << statuses[0];
+  EXPECT_TRUE(absl::IsUnavailable(statuses[1]));
+}
+
+TEST_P(ClusterTest, TheWorstNodeNamesTheReason) {
+  NodeProcess* missing = AddNode("node-1");
+  NodeProcess* damaged = AddNode("node-2");
+  Store(damaged, 1);
+  damaged->node.objects[Id(0)].payload[0] ^= 1;
+  Start(missing);
+  Start(damaged);
+  EXPECT_TRUE(absl::IsDataLoss(Fetch(1, {missing->where(), damaged->where()})[0]));
+  EXPECT_TRUE(absl::IsDataLoss(Fetch(1, {damaged->where(), missing->where()})[0]));
+  const LookupResult::Node nobody = {.node_id = "node-9", .data_address = UnusedAddress()};
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(1, {nobody, missing->where()})[0]));
+}
+
+TEST_P(ClusterTest, ANodeThatNeverAnswersIsDeadlineExceededAndTheBuffersAreLeftAlone) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 10);
+  node->node.silent = true;
+  Start(node);
+  for (const absl::Status& status : Fetch(10, {node->where()}, absl::Milliseconds(100))) {
+    EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  }
+  EXPECT_TRUE(absl::IsDeadlineExceeded(Fetch(1, {node->where()}, absl::ZeroDuration())[0]));
+}
+
+TEST_P(ClusterTest, ADeadlineOfOneCallDoesNotCutAnother) {
+  NodeProcess* node = AddNode("node-1");
+  NodeProcess* silent = AddNode("node-2");
+  Store(node, 30);
+  silent->node.silent = true;
+  Start(node);
+  Start(silent);
+  cluster();
+  std::thread impatient([&] {
+    std::vector<uint8_t> buffer(layout_.block_bytes(Codec::kInt2));
+    for (int i = 0; i < 5; ++i) {
+      const FetchItem item = {.id = Id(0),
+                              .index = BlockIndex(0),
+                              .nodes = {silent->where()},
+                              .buffer = absl::MakeSpan(buffer)};
+      EXPECT_TRUE(absl::IsDeadlineExceeded(cluster()->Fetch({item}, absl::Milliseconds(10))[0]));
+    }
+  });
+  for (int i = 0; i < 10; ++i) ExpectAllFetched(Fetch(30, {node->where()}));
+  impatient.join();
+}
+
+TEST_P(ClusterTest, AFormatThatTheNodeRefusesPassesTheFieldThrough) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 1);
+  node->node.hello_status =
+      absl::FailedPreconditionError("field 'group_size' differs: 64 here, 128 there");
+  Start(node);
+  const absl::Status status = Fetch(1, {node->where()})[0];
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("group_size"));
+}
+
+TEST_P(ClusterTest, AnotherNodeAtTheAddressIsUnavailable) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 1);
+  Start(node);
+  LookupResult::Node expected = node->where();
+  expected.node_id = "node-7";
+  const absl::Status status = Fetch(1, {expected})[0];
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("node-7"));
+}
+
+TEST_P(ClusterTest, ASessionIsUsedAgainAndARestartedNodeIsReconnectedTo) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 4);
+  Start(node);
+  ExpectAllFetched(Fetch(4, {node->where()}));
+  ExpectAllFetched(Fetch(4, {node->where()}));
+  const std::string address = node->address;
+  node->transport.reset();
+  EXPECT_EQ(node->node.accepted, 1u);
+  Start(node, address);
+  ExpectAllFetched(Fetch(4, {node->where()}));
+}
+
+// ---- Put
+
+TEST_P(ClusterTest, PutOffersEveryObjectWithItsHeaderAndAtMostEightAtATime) {
+  NodeProcess* node = AddNode("node-1");
+  node->node.answer_puts_by = kPutsInFlightMax;
+  node->node.puts_count = 20;
+  Start(node);
+  PlaceAllOn(node);
+  for (const absl::Status& status : Put(20)) EXPECT_TRUE(status.ok()) << status;
+  node->transport.reset();
+  ASSERT_EQ(node->node.put_objects.size(), 20u);
+  EXPECT_EQ(node->node.offers_in_flight_max, kPutsInFlightMax);
+  for (uint32_t i = 0; i < 20; ++i) {
+    const FakeNode::Stored& stored = node->node.put_objects.at(Id(i));
+    EXPECT_TRUE(stored.payload == PayloadOf(i));
+    EXPECT_EQ(stored.header.generation, 100 + i);
+    EXPECT_EQ(stored.header.format_id, format_.id());
+    EXPECT_EQ(stored.header.index, BlockIndex(i));
+    EXPECT_EQ(stored.header.parent.has_value(), i > 0);
+    EXPECT_TRUE(VerifyObject(stored.header, layout_, stored.payload).ok());
+  }
+  ASSERT_EQ(control_.reserves().size(), 1u);
+  EXPECT_EQ(control_.reserves()[0].write_group(), "group-1");
+}
+
+TEST_P(ClusterTest, PutPassesTheAnswersOfTheControlPlaneThrough) {
+  NodeProcess* node = AddNode("node-1");
+  Start(node);
+  control_.AnswerReserve([&](const v1::ReserveRequest&, v1::ReserveResponse* response) {
+    for (const int code : {6, 8, 10, 14}) response->add_placements()->set_code(code);
+    return grpc::Status::OK;
+  });
+  const auto statuses = Put(4);
+  EXPECT_TRUE(absl::IsAlreadyExists(statuses[0]));
+  EXPECT_TRUE(absl::IsResourceExhausted(statuses[1]));
+  EXPECT_TRUE(absl::IsAborted(statuses[2]));
+  EXPECT_TRUE(absl::IsUnavailable(statuses[3]));
+}
+
+TEST_P(ClusterTest, PutPassesTheNodesReasonThroughWhenItRefusesThePayload) {
+  NodeProcess* node = AddNode("node-1");
+  node->node.refuse_puts = true;
+  node->node.put_status = absl::ResourceExhaustedError("the arena is full");
+  Start(node);
+  PlaceAllOn(node);
+  for (const absl::Status& status : Put(12)) {
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_EQ(std::string(status.message()), "the arena is full");
+  }
+}
+
+TEST_P(ClusterTest, PutToANodeThatIsGoneIsUnavailable) {
+  NodeProcess* node = AddNode("node-1");
+  node->address = UnusedAddress();
+  PlaceAllOn(node);
+  for (const absl::Status& status : Put(3)) EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+}
+
+TEST_P(ClusterTest, PutToANodeThatNeverAnswersIsDeadlineExceeded) {
+  NodeProcess* node = AddNode("node-1");
+  node->node.silent = true;
+  Start(node);
+  PlaceAllOn(node);
+  for (const absl::Status& status : Put(12, absl::Milliseconds(100))) {
+    EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  }
+}
+
+TEST_P(ClusterTest, PutOfAPayloadOfTheWrongSizeIsInvalidArgument) {
+  const std::vector<uint8_t> payload(3);
+  const PutItem item = {
+      .id = Id(0), .index = BlockIndex(0), .parent = std::nullopt, .payload = payload};
+  EXPECT_TRUE(absl::IsInvalidArgument(cluster()->Put({item}, "g", kLong)[0]));
+}
+
+TEST_P(ClusterTest, PutWithoutAControlPlaneIsUnavailable) {
+  control_.AnswerReserve([](const v1::ReserveRequest&, v1::ReserveResponse*) {
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "shutting down");
+  });
+  EXPECT_TRUE(absl::IsUnavailable(Put(2)[0]));
+}
+
+// ---- Tickets
+
+TEST_P(ClusterTest, ATicketPastHalfItsLifeIsRenewedForANewSession) {
+  control_.SetTicketLife(absl::ZeroDuration());
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 1);
+  Start(node);
+  ExpectAllFetched(Fetch(1, {node->where()}));
+  EXPECT_EQ(control_.opens(), 2);
+  node->transport.reset();
+  EXPECT_EQ(node->node.tickets, std::vector<std::string>{"ticket-2"});
+}
+
+TEST_P(ClusterTest, ATicketThatANodeRefusesIsRenewedOnce) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 3);
+  node->node.check_hello = [](const v1::Hello& hello) {
+    return hello.ticket() == "ticket-1" ? absl::PermissionDeniedError("expired") : absl::OkStatus();
+  };
+  Start(node);
+  ExpectAllFetched(Fetch(3, {node->where()}));
+  EXPECT_EQ(control_.opens(), 2);
+}
+
+TEST_P(ClusterTest, ANodeThatRefusesEveryTicketIsPermissionDenied) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, 3);
+  node->node.hello_status = absl::PermissionDeniedError("signed with another key");
+  Start(node);
+  for (const absl::Status& status : Fetch(3, {node->where()})) {
+    EXPECT_TRUE(absl::IsPermissionDenied(status)) << status;
+  }
+  EXPECT_EQ(control_.opens(), 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, ClusterTest, ::testing::Values(false, true),
+                         [](const ::testing::TestParamInfo<bool>& info) {
+                           return info.param ? "Ucx" : "Loopback";
+                         });
+
+// ---- Control plane
+
+class ControlTest : public ::testing::Test {
+ protected:
+  ControlTest()
+      : rotations_(testing_support::SmallRotations("hadamard", 0)),
+        format_(testing_support::SmallFormat(rotations_)),
+        transport_(hub_.CreateTransport()) {
+    options_.rpc_timeout = absl::Seconds(10);
+  }
+  absl::StatusOr<std::unique_ptr<Cluster>> Connect() {
+    return Cluster::Connect(options_, format_, transport_.get());
+  }
+
+  const RotationSet rotations_;
+  const Format format_;
+  LoopbackHub hub_;
+  std::unique_ptr<Transport> transport_;
+  ClusterOptions options_;
+};
+
+TEST_F(ControlTest, NoControlPlaneIsUnavailableNamingAddressAndAttempts) {
+  options_.control_address = UnusedAddress();
+  options_.connect_timeout = absl::Milliseconds(300);
+  const absl::Status status = Connect().status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(options_.control_address));
+  EXPECT_THAT(std::string(status.message()), HasSubstr(" attempts in 300ms"));
+  EXPECT_THAT(std::string(status.message()), ::testing::Not(HasSubstr("after 1 attempts")));
+}
+
+TEST_F(ControlTest, ConnectWaitsForAControlPlaneThatStartsLate) {
+  options_.control_address = UnusedAddress();
+  options_.connect_timeout = absl::Seconds(20);
+  absl::Status status = absl::UnknownError("not run");
+  std::thread connecting([&] { status = Connect().status(); });
+  FakeControl control(options_.control_address);
+  connecting.join();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_F(ControlTest, ConnectPassesAFormatThatDoesNotMatchThrough) {
+  FakeControl control;
+  control.AnswerOpen(grpc::Status(grpc::StatusCode::FAILED_PRECONDITION,
+                                  "field 'kv_heads' differs: 8 here, 2 there"));
+  options_.control_address = control.address();
+  const absl::Status status = Connect().status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("kv_heads"));
+}
+
+TEST_F(ControlTest, BadOptionsAreInvalidArgumentNamingTheField) {
+  EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("control_address"));
+  options_.control_address = "nowhere";
+  EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("control_address"));
+  options_.control_address = "127.0.0.1:1";
+  options_.tenant = "";
+  EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("tenant"));
+  options_.tenant = "t";
+  options_.connect_timeout = absl::ZeroDuration();
+  EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("connect_timeout"));
+  options_.connect_timeout = absl::Seconds(1);
+  options_.rpc_timeout = absl::ZeroDuration();
+  EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("rpc_timeout"));
+  EXPECT_TRUE(absl::IsInvalidArgument(Connect().status()));
+}
+
+TEST_F(ControlTest, LookupAnswersNodesAndTheSaltIsTheTenants) {
+  FakeControl control;
+  control.AnswerLookup([&](const v1::LookupRequest& request, v1::LookupResponse* response) {
+    EXPECT_EQ(request.keys_size(), 2);
+    EXPECT_EQ(request.format_id(), std::string(format_.id().view()));
+    response->set_prefix_blocks(1);
+    response->set_resume_boundary(2);
+    response->add_nodes()->set_node_id("node-1");
+    response->mutable_nodes(0)->set_data_address("127.0.0.1:5");
+    response->add_blocks()->add_bf16_nodes(0);
+    response->add_blocks()->add_int2_nodes(0);
+    return grpc::Status::OK;
+  });
+  options_.control_address = control.address();
+  options_.tenant = "acme";
+  auto cluster = Connect();
+  ASSERT_TRUE(cluster.ok()) << cluster.status();
+  EXPECT_EQ((*cluster)->tenant_salt(), "salt of acme");
+  const auto found = (*cluster)->Lookup(std::vector<BlockKey>(2));
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->prefix_blocks, 1u);
+  EXPECT_EQ(found->resume_boundary, 2u);
+  ASSERT_EQ(found->blocks.size(), 2u);
+  EXPECT_EQ(found->blocks[0].bf16_nodes, std::vector<uint32_t>{0});
+  EXPECT_EQ(found->blocks[1].int2_nodes, std::vector<uint32_t>{0});
+  EXPECT_EQ(found->nodes[0].data_address, "127.0.0.1:5");
+}
+
+TEST_F(ControlTest, ALookupThatContradictsItselfIsInternal) {
+  FakeControl control;
+  options_.control_address = control.address();
+  auto cluster = Connect();
+  ASSERT_TRUE(cluster.ok());
+  control.AnswerLookup([](const v1::LookupRequest&, v1::LookupResponse* response) {
+    response->add_blocks()->add_int2_nodes(3);  // Of no node.
+    return grpc::Status::OK;
+  });
+  EXPECT_TRUE(absl::IsInternal((*cluster)->Lookup(std::vector<BlockKey>(1)).status()));
+  control.AnswerLookup([](const v1::LookupRequest&, v1::LookupResponse* response) {
+    response->set_prefix_blocks(5);
+    return grpc::Status::OK;
+  });
+  EXPECT_TRUE(absl::IsInternal((*cluster)->Lookup(std::vector<BlockKey>(9)).status()));
+}
+
+TEST_F(ControlTest, ARestartedControlPlaneThatForgotTheFormatIsToldItAgain) {
+  FakeControl control;
+  control.AnswerLookup([&](const v1::LookupRequest&, v1::LookupResponse*) {
+    return control.opens() == 1
+               ? grpc::Status(grpc::StatusCode::FAILED_PRECONDITION, "unknown format_id")
+               : grpc::Status::OK;
+  });
+  options_.control_address = control.address();
+  auto cluster = Connect();
+  ASSERT_TRUE(cluster.ok());
+  EXPECT_TRUE((*cluster)->Lookup(std::vector<BlockKey>(1)).ok());
+  EXPECT_EQ(control.opens(), 2);
+}
+
+TEST_F(ControlTest, ARotationSetComesBackAsItWasPublished) {
+  FakeControl control;
+  options_.control_address = control.address();
+  const auto hash = Cluster::PublishRotation(options_, rotations_);
+  ASSERT_TRUE(hash.ok()) << hash.status();
+  EXPECT_EQ(*hash, rotations_.hash());
+  const auto loaded = Cluster::GetRotation(options_, *hash);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_TRUE(*loaded == rotations_);
+}
+
+TEST_F(ControlTest, ARotationSetThatDoesNotValidateIsInvalidArgument) {
+  FakeControl control;
+  options_.control_address = control.address();
+  RotationSet bad = rotations_;
+  bad.r_k.pop_back();
+  EXPECT_TRUE(absl::IsInvalidArgument(Cluster::PublishRotation(options_, bad).status()));
+}
+
+TEST_F(ControlTest, ARotationSetThatIsNotThereIsNotFound) {
+  FakeControl control;
+  options_.control_address = control.address();
+  EXPECT_TRUE(absl::IsNotFound(Cluster::GetRotation(options_, rotations_.hash()).status()));
+}
+
+TEST_F(ControlTest, ARotationSetThatArrivesDamagedIsDataLoss) {
+  FakeControl control;
+  options_.control_address = control.address();
+  const auto hash = Cluster::PublishRotation(options_, rotations_);
+  ASSERT_TRUE(hash.ok());
+  control.DamageRotation([](std::string* file) { (*file)[file->size() - 100] ^= 4; });
+  EXPECT_TRUE(absl::IsDataLoss(Cluster::GetRotation(options_, *hash).status()));
+  control.DamageRotation([](std::string* file) { file->resize(file->size() / 2); });
+  EXPECT_TRUE(absl::IsDataLoss(Cluster::GetRotation(options_, *hash).status()));
+  const RotationSet other = testing_support::SmallRotations("hadamard", 3);
+  control.DamageRotation([&](std::string* file) { *file = other.Serialize(); });
+  const absl::Status status = Cluster::GetRotation(options_, *hash).status();
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(other.hash().Short()));
+}
+
+TEST(BackoffDelayTest, DoublesUpToASecondAndKeepsHalfAtLeast) {
+  EXPECT_EQ(internal::BackoffDelay(1, 1.0), absl::Milliseconds(50));
+  EXPECT_EQ(internal::BackoffDelay(1, 0.0), absl::Milliseconds(25));
+  EXPECT_EQ(internal::BackoffDelay(2, 1.0), absl::Milliseconds(100));
+  EXPECT_EQ(internal::BackoffDelay(6, 1.0), absl::Seconds(1));
+  EXPECT_EQ(internal::BackoffDelay(1000, 0.5), absl::Milliseconds(750));
+}
+
+}  // namespace
+}  // namespace okv

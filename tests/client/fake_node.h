@@ -1,0 +1,163 @@
+#ifndef OKV_TESTS_CLIENT_FAKE_NODE_H_
+#define OKV_TESTS_CLIENT_FAKE_NODE_H_
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/transport/transport.h"
+#include "gtest/gtest.h"
+#include "proto/check.h"
+#include "proto/data_plane.pb.h"
+#include "proto/object.h"
+
+namespace okv {
+
+// The node's side of data_plane.proto over a map, with the faults that a test asks for. Everything
+// but the constructor runs on its transport's thread, or after the transport is gone.
+class FakeNode : public Transport::AcceptHandler {
+ public:
+  struct Stored {
+    ObjectHeader header;
+    std::vector<uint8_t> payload;
+  };
+
+  // Set before the first connection.
+  std::string node_id = "node-1";
+  absl::Status hello_status;  // What Hello is answered.
+  std::function<absl::Status(const v1::Hello&)> check_hello;
+  std::map<ObjectId, Stored> objects;
+  std::map<ObjectId, absl::Status> failures;
+  std::map<ObjectId, ObjectId> swapped;  // Answers the second when asked the first.
+  bool silent = false;                   // Never answers a fetch or an offer.
+  int deliveries_before_death = -1;      // Then closes the connection.
+  absl::Status put_status;               // What offers are answered.
+  bool refuse_puts = false;              // Refuses the payload, too.
+  size_t answer_puts_by = 1;  // Answers when so many wait for it, or puts_count are here.
+  size_t puts_count = 0;
+
+  // Read after the transport is gone.
+  std::vector<std::string> tickets;
+  std::map<ObjectId, Stored> put_objects;
+  size_t offers_in_flight = 0;
+  size_t offers_in_flight_max = 0;
+  size_t accepted = 0;
+
+  void OnAccept(Connection*) override { ++accepted; }
+  void OnClosed(Connection*, const absl::Status&) override {}
+
+  void OnMessage(Connection* connection, MessageType type, absl::string_view message) override {
+    if (type == MessageType::kHello) {
+      v1::Hello hello;
+      OKV_CHECK(hello.ParseFromArray(message.data(), static_cast<int>(message.size())));
+      tickets.push_back(hello.ticket());
+      absl::Status status = hello_status;
+      if (check_hello) status = check_hello(hello);
+      v1::HelloReply reply;
+      reply.set_code(static_cast<int32_t>(status.code()));
+      reply.set_message(std::string(status.message()));
+      reply.set_protocol_major(kProtocolMajor);
+      reply.set_protocol_minor(kProtocolMinor);
+      reply.set_node_id(node_id);
+      reply.set_objects_per_fetch_max(7);  // So that a test's fetch takes several requests.
+      connection->Send(MessageType::kHelloReply, reply.SerializeAsString());
+      return;
+    }
+    v1::FetchRequest request;
+    OKV_CHECK(type == MessageType::kFetchRequest);
+    OKV_CHECK(request.ParseFromArray(message.data(), static_cast<int>(message.size())));
+    OKV_CHECK(request.objects_size() <= 7 && request.deadline_us() > 0);
+    if (silent) return;
+    for (int i = 0; i < request.objects_size(); ++i) Answer(connection, request, i);
+  }
+
+  void OnBulk(Connection* connection, MessageType type, absl::string_view header,
+              std::unique_ptr<BulkReceive> payload) override {
+    OKV_CHECK(type == MessageType::kPutOffer);
+    v1::PutOffer offer;
+    OKV_CHECK(offer.ParseFromArray(header.data(), static_cast<int>(header.size())));
+    offers_in_flight_max = std::max(offers_in_flight_max, ++offers_in_flight);
+    if (silent) {
+      held_.push_back(std::move(payload));
+      return;
+    }
+    if (refuse_puts) {
+      payload.reset();
+      Reply(connection, offer.request_id(), put_status);
+      return;
+    }
+    auto stored = std::make_shared<Stored>();
+    auto decoded = ObjectHeader::Decode(offer.object_header());
+    OKV_CHECK(decoded.ok());
+    stored->header = *decoded;
+    stored->payload.resize(payload->payload_bytes());
+    held_.push_back(std::move(payload));
+    held_.back()->Receive(
+        absl::MakeSpan(stored->payload),
+        [this, connection, stored, id = offer.request_id()](absl::Status status) {
+          if (!status.ok()) return;
+          put_objects[stored->header.id] = *stored;
+          unanswered_.push_back([this, connection, id] { Reply(connection, id, put_status); });
+          if (unanswered_.size() < answer_puts_by && put_objects.size() < puts_count) return;
+          for (const auto& answer : std::exchange(unanswered_, {})) answer();
+        });
+  }
+
+ private:
+  void Answer(Connection* connection, const v1::FetchRequest& request, int ordinal) {
+    if (deliveries_before_death == 0) {
+      deliveries_before_death = -2;
+      connection->Close([] {});
+    }
+    if (deliveries_before_death == -2) return;
+    ObjectId id;
+    id.key = *BlockKey::FromBytes(request.objects(ordinal).key());
+    id.codec = static_cast<Codec>(request.objects(ordinal).codec());
+    if (swapped.contains(id)) id = swapped.at(id);
+    const auto found = objects.find(id);
+    if (found == objects.end() || failures.contains(id)) {
+      const absl::Status status =
+          found == objects.end() ? absl::NotFoundError("not here") : failures.at(id);
+      v1::ObjectFailure failure;
+      failure.set_request_id(request.request_id());
+      failure.set_ordinal(ordinal);
+      failure.set_code(static_cast<int32_t>(status.code()));
+      failure.set_message(std::string(status.message()));
+      connection->Send(MessageType::kObjectFailure, failure.SerializeAsString());
+      return;
+    }
+    v1::ObjectDelivery delivery;
+    delivery.set_request_id(request.request_id());
+    delivery.set_ordinal(ordinal);
+    delivery.set_object_header(found->second.header.Encode());
+    const bool last = deliveries_before_death == 1;
+    if (deliveries_before_death > 0) --deliveries_before_death;
+    connection->SendBulk(MessageType::kObjectDelivery, delivery.SerializeAsString(),
+                         found->second.payload, [this, connection, last](absl::Status status) {
+                           if (!last || !status.ok()) return;
+                           deliveries_before_death = -2;
+                           connection->Close([] {});
+                         });
+    if (last) deliveries_before_death = -2;  // The others wait for an answer that never comes.
+  }
+
+  void Reply(Connection* connection, uint64_t request_id, const absl::Status& status) {
+    --offers_in_flight;
+    v1::PutReply reply;
+    reply.set_request_id(request_id);
+    reply.set_code(static_cast<int32_t>(status.code()));
+    reply.set_message(std::string(status.message()));
+    connection->Send(MessageType::kPutReply, reply.SerializeAsString());
+  }
+
+  std::vector<std::unique_ptr<BulkReceive>> held_;
+  std::vector<std::function<void()>> unanswered_;
+};
+
+}  // namespace okv
+
+#endif  // OKV_TESTS_CLIENT_FAKE_NODE_H_

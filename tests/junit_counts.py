@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Counts what CTest's JUnit files say and names what failed or was skipped, and why.
+
+  tests/junit_counts.py STAGE FILE
+
+Prints a line per failed and per skipped test to standard error, and "PASSED FAILED SKIPPED" to
+standard output.
+"""
+
+import sys
+import xml.etree.ElementTree
+
+
+def skip_reason(output):
+    """What a test gave to GTEST_SKIP(): the line after "file:line: Skipped"."""
+    lines = output.splitlines()
+    for index, line in enumerate(lines[:-1]):
+        if line.endswith(": Skipped"):
+            return lines[index + 1].strip()
+    return "no reason given"
+
+
+def main():
+    stage, path = sys.argv[1:3]
+    passed = failed = skipped = 0
+    for case in xml.etree.ElementTree.parse(path).getroot().iter("testcase"):
+        status, output = case.get("status"), case.findtext("system-out") or ""
+        marker = case.find("skipped")
+        # One that is "not run" for another reason, as when its program was not built, has failed.
+        was_skipped = marker is not None and "REGULAR_EXPRESSION" in marker.get("message", "")
+        if status == "run":
+            passed += 1
+        elif status == "disabled" or was_skipped:
+            skipped += 1
+            reason = "disabled" if status == "disabled" else skip_reason(output)
+            print(f"{stage}: skipped: {case.get('name')}: {reason}", file=sys.stderr)
+        else:
+            failed += 1
+            print(f"{stage}: FAILED: {case.get('name')}", file=sys.stderr)
+    print(passed, failed, skipped)
+
+
+if __name__ == "__main__":
+    main()
