@@ -33,8 +33,8 @@ void Extent::Release() {
 
 absl::Status BlockPoolOptions::Validate() const {
   if (arena_bytes < kArenaBytesMin) {
-    return absl::InvalidArgumentError(absl::StrCat("dram_bytes is ", arena_bytes,
-                                                   ", and must be at least ", kArenaBytesMin));
+    return absl::InvalidArgumentError(
+        absl::StrCat("dram_bytes is ", arena_bytes, ", and must be at least ", kArenaBytesMin));
   }
   return absl::OkStatus();
 }
@@ -42,8 +42,8 @@ absl::Status BlockPoolOptions::Validate() const {
 absl::StatusOr<std::unique_ptr<BlockPool>> BlockPool::Create(const BlockPoolOptions& options) {
   if (absl::Status status = options.Validate(); !status.ok()) return status;
   const uint64_t bytes = options.arena_bytes / kExtentAlignBytes * kExtentAlignBytes;
-  void* base =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) {
     return absl::ResourceExhaustedError(
         absl::StrCat("cannot map ", bytes, " bytes of DRAM: ", std::strerror(errno)));

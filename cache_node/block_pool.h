@@ -81,7 +81,8 @@ class BlockPool {
   BlockPool& operator=(const BlockPool&) = delete;
 
   // kResourceExhausted when no hole is large enough: spill and try again. kInvalidArgument for 0
-  // bytes and for more than the whole arena, where trying again is pointless. Never blocks; O(log n).
+  // bytes and for more than the whole arena, where trying again is pointless. Never blocks; O(log
+  // n).
   absl::StatusOr<Extent> Allocate(size_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
 
   absl::Span<uint8_t> arena() const { return absl::MakeSpan(base_, arena_bytes_); }

@@ -33,9 +33,9 @@ absl::StatusOr<WriteClaim> BlockTable::Claim(const ObjectId& id) {
         absl::StrCat(CodecName(id.codec), " object ", id.key.Short(), " is held"));
   }
   if (found != entries_.end() || !claims_.insert(id).second) {
-    return absl::AbortedError(absl::StrCat(CodecName(id.codec), " object ", id.key.Short(),
-                                           found != entries_.end() ? " is still leaving"
-                                                                   : " is being written"));
+    return absl::AbortedError(
+        absl::StrCat(CodecName(id.codec), " object ", id.key.Short(),
+                     found != entries_.end() ? " is still leaving" : " is being written"));
   }
   return WriteClaim(this, id);
 }

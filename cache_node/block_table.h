@@ -72,7 +72,8 @@ class ObjectPin {
   internal::TableEntry* entry_ = nullptr;
 };
 
-// The right to write one object: nobody else gets it meanwhile. Given up unless committed. Move-only.
+// The right to write one object: nobody else gets it meanwhile. Given up unless committed.
+// Move-only.
 class WriteClaim {
  public:
   WriteClaim() = default;
@@ -122,8 +123,8 @@ class BlockTable {
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
-  // kAlreadyExists when the object is held; kAborted when another write of it is under way, or an old
-  // copy is still leaving.
+  // kAlreadyExists when the object is held; kAborted when another write of it is under way, or an
+  // old copy is still leaving.
   absl::StatusOr<WriteClaim> Claim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
   // The claimed object is held from now on, its payload in `extent`.
   void Commit(WriteClaim claim, ObjectRef object, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
@@ -145,8 +146,8 @@ class BlockTable {
   std::vector<ObjectPin> PinColdest(const ColdestQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
   // A durable copy is on disk.
   void MarkOnDisk(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
-  // Gives the pin back and, if the object is on disk and no other pin is left, its DRAM copy. Returns
-  // the payload bytes that left DRAM.
+  // Gives the pin back and, if the object is on disk and no other pin is left, its DRAM copy.
+  // Returns the payload bytes that left DRAM.
   uint64_t UnpinAndEvict(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The object is damaged: from now on it is not found. False when it was doomed before. The caller

@@ -89,17 +89,17 @@ absl::Status Membership::Start(milliseconds timeout) {
     MutexLock lock(&mu_);
     const Time end = steady_clock::now() + timeout;
     while (!joined_ && !stopping_ && !IsRefusal(last_error_) && steady_clock::now() < end) {
-      changed_.WaitFor(&mu_, std::min<std::chrono::nanoseconds>(milliseconds(100),
-                                                                end - steady_clock::now()));
+      changed_.WaitFor(
+          &mu_, std::min<std::chrono::nanoseconds>(milliseconds(100), end - steady_clock::now()));
     }
     if (joined_) return absl::OkStatus();
     failure = last_error_;
   }
   Stop();
   if (IsRefusal(failure)) {
-    return absl::Status(failure.code(), absl::StrCat("the control plane at ",
-                                                     options_.control_address,
-                                                     " refuses this node: ", failure.message()));
+    return absl::Status(failure.code(),
+                        absl::StrCat("the control plane at ", options_.control_address,
+                                     " refuses this node: ", failure.message()));
   }
   return absl::UnavailableError(absl::StrCat("no control plane at ", options_.control_address,
                                              " within ", timeout.count(),
@@ -314,9 +314,10 @@ absl::Status Membership::Heartbeat() {
 }
 
 template <typename Request, typename Response>
-absl::Status Membership::Call(
-    grpc::Status (v1::ControlPlane::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-    const Request& request, Response* response) {
+absl::Status Membership::Call(grpc::Status (v1::ControlPlane::Stub::*method)(grpc::ClientContext*,
+                                                                             const Request&,
+                                                                             Response*),
+                              const Request& request, Response* response) {
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + options_.rpc_timeout);
   if (!BeginCall(&context)) return absl::CancelledError("stopping");

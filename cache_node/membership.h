@@ -30,17 +30,17 @@ struct MembershipOptions {
   std::chrono::milliseconds backoff_max{2000};
   // Objects a message: about 150 B each, and gRPC refuses more than 4 MiB.
   size_t objects_per_message = 4096;
-  // Reports waiting for an absent control plane; beyond it they are dropped and the inventory, which
-  // says the same, is sent again instead.
+  // Reports waiting for an absent control plane; beyond it they are dropped and the inventory,
+  // which says the same, is sent again instead.
   size_t reports_max = 65536;
 
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
 };
 
-// The node's side of its relation to the control plane: registers, sends heartbeats, reports what was
-// committed and removed, and says everything again when the control plane forgot. All of it on a
-// thread of its own: without a control plane reads go on, and reports wait. Thread-safe.
+// The node's side of its relation to the control plane: registers, sends heartbeats, reports what
+// was committed and removed, and says everything again when the control plane forgot. All of it on
+// a thread of its own: without a control plane reads go on, and reports wait. Thread-safe.
 class Membership {
  public:
   struct Parts {
@@ -54,9 +54,10 @@ class Membership {
   Membership(const Membership&) = delete;
   Membership& operator=(const Membership&) = delete;
 
-  // Starts the thread and waits until the node is registered and its inventory is there. kUnavailable
-  // naming the address and the last error after `timeout`; kFailedPrecondition or kInvalidArgument at
-  // once when the control plane refuses this node. After an error the thread is gone.
+  // Starts the thread and waits until the node is registered and its inventory is there.
+  // kUnavailable naming the address and the last error after `timeout`; kFailedPrecondition or
+  // kInvalidArgument at once when the control plane refuses this node. After an error the thread is
+  // gone.
   absl::Status Start(std::chrono::milliseconds timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Cuts the call in flight and joins.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);

@@ -33,9 +33,9 @@ absl::Status CheckBind(absl::string_view flag, const std::string& address) {
         absl::StrCat(flag, " '", address, "': ", parsed.status().message()));
   }
   if (IsLoopback(parsed->storage)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(flag, " '", address,
-                   "' is not a loopback address, and without certificates a node binds to no other"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      flag, " '", address,
+      "' is not a loopback address, and without certificates a node binds to no other"));
 }
 
 }  // namespace
@@ -92,11 +92,10 @@ absl::Status Node::StartParts() {
                       why.message()));
     membership_->Removed(id);
   };
-  OKV_ASSIGN_OR_RETURN(
-      storage_, Storage::Open(MakeStorageOptions(), {.metrics = &metrics_,
-                                                     .clock = clock_,
-                                                     .on_removed = on_removed,
-                                                     .log = log_}));
+  OKV_ASSIGN_OR_RETURN(storage_, Storage::Open(MakeStorageOptions(), {.metrics = &metrics_,
+                                                                      .clock = clock_,
+                                                                      .on_removed = on_removed,
+                                                                      .log = log_}));
   OKV_RETURN_IF_ERROR(transport_->RegisterMemory(storage_->pool()->arena()));
   data_plane_ = std::make_unique<DataPlane>(
       options_.data_plane,

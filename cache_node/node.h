@@ -10,10 +10,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "cache_node/membership.h"
-#include "client/metrics_server.h"
 #include "cache_node/node_metrics.h"
 #include "cache_node/serve.h"
 #include "cache_node/storage.h"
+#include "client/metrics_server.h"
 #include "client/transport/transport.h"
 #include "proto/clock.h"
 
@@ -21,8 +21,8 @@ namespace okv {
 
 struct NodeOptions {
   std::string control_address;
-  // Loopback only: neither UCX nor /metrics authenticates or encrypts, and nothing else protects them
-  // where there are no certificates.
+  // Loopback only: neither UCX nor /metrics authenticates or encrypts, and nothing else protects
+  // them where there are no certificates.
   std::string listen_address = "127.0.0.1:0";
   std::string metrics_address = "127.0.0.1:0";
   std::string data_dir;
@@ -39,13 +39,14 @@ struct NodeOptions {
   absl::Status Validate() const;
 };
 
-// A cache node: storage, data plane, metrics and membership, started and stopped in the order in which
-// they need each other. Thread-compatible.
+// A cache node: storage, data plane, metrics and membership, started and stopped in the order in
+// which they need each other. Thread-compatible.
 class Node {
  public:
-  // Returns a node that is registered and serves. Blocks until then: for the arena's prefault, and up
-  // to control_timeout. kInvalidArgument from Validate; kUnavailable for a port in use or an absent
-  // control plane; kFailedPrecondition for a directory that cannot be used. Each names what is wrong.
+  // Returns a node that is registered and serves. Blocks until then: for the arena's prefault, and
+  // up to control_timeout. kInvalidArgument from Validate; kUnavailable for a port in use or an
+  // absent control plane; kFailedPrecondition for a directory that cannot be used. Each names what
+  // is wrong.
   static absl::StatusOr<std::unique_ptr<Node>> Start(
       const NodeOptions& options, std::unique_ptr<Transport> transport, const Clock* clock,
       std::function<void(const std::string& line)> log);

@@ -21,8 +21,8 @@
 
 namespace okv {
 
-// What /metrics shows of a node. Counters and histograms are told; gauges are read from their owners
-// when somebody looks, so that they cannot drift. Thread-safe.
+// What /metrics shows of a node. Counters and histograms are told; gauges are read from their
+// owners when somebody looks, so that they cannot drift. Thread-safe.
 class NodeMetrics {
  public:
   NodeMetrics();

@@ -31,9 +31,10 @@ bool ParseMessage(absl::string_view bytes, google::protobuf::MessageLite* messag
 }
 
 absl::Status FormatMismatch(absl::string_view what, const Format* other, const Format& session) {
-  return absl::FailedPreconditionError(absl::StrCat(
-      what, ": ",
-      other != nullptr ? DescribeDifference(*other, session) : "this node does not know its format"));
+  return absl::FailedPreconditionError(absl::StrCat(what, ": ",
+                                                    other != nullptr
+                                                        ? DescribeDifference(*other, session)
+                                                        : "this node does not know its format"));
 }
 
 }  // namespace
@@ -185,9 +186,9 @@ void DataPlane::OnHello(Session* session, absl::string_view message) {
 absl::Status DataPlane::OpenSession(Session* session, const v1::Hello& hello) {
   session->client_name = hello.client_name().substr(0, kClientNameBytesMax);
   if (!ProtocolCompatible(hello.protocol_major(), hello.protocol_minor())) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "the worker speaks data-plane protocol ", hello.protocol_major(), ".",
-        hello.protocol_minor(), ", this node ", kProtocolMajor, ".", kProtocolMinor));
+    return absl::FailedPreconditionError(
+        absl::StrCat("the worker speaks data-plane protocol ", hello.protocol_major(), ".",
+                     hello.protocol_minor(), ", this node ", kProtocolMajor, ".", kProtocolMinor));
   }
   const std::string ticket_key = parts_.ticket_key();
   if (ticket_key.empty()) {
@@ -256,9 +257,8 @@ void DataPlane::OnFetchRequest(Session* session, absl::string_view message) {
 
 absl::Status DataPlane::CheckFetch(const Session& session, const v1::FetchRequest& request) const {
   if (request.objects_size() > static_cast<int>(kObjectsPerFetchMax)) {
-    return absl::InvalidArgumentError(absl::StrCat(request.objects_size(),
-                                                   " objects in one request, at most ",
-                                                   kObjectsPerFetchMax));
+    return absl::InvalidArgumentError(absl::StrCat(
+        request.objects_size(), " objects in one request, at most ", kObjectsPerFetchMax));
   }
   if (request.format_id() != session.format_id.view()) {
     const absl::StatusOr<FormatId> id = FormatId::FromBytes(request.format_id());
@@ -268,12 +268,12 @@ absl::Status DataPlane::CheckFetch(const Session& session, const v1::FetchReques
   const bool all_layers =
       request.layer_begin() == 0 &&
       (request.layer_end() == 0 || request.layer_end() == session.layout.layers_count);
-  const bool all_heads =
-      request.head_begin() == 0 &&
-      (request.head_end() == 0 || request.head_end() == session.layout.kv_heads);
+  const bool all_heads = request.head_begin() == 0 &&
+                         (request.head_end() == 0 || request.head_end() == session.layout.kv_heads);
   if (!all_layers || !all_heads) {
-    return absl::InvalidArgumentError("this node sends whole objects only: ask for all layers and "
-                                      "heads");
+    return absl::InvalidArgumentError(
+        "this node sends whole objects only: ask for all layers and "
+        "heads");
   }
   if (session.queue.size() + static_cast<size_t>(request.objects_size()) >
       options_.objects_queued_max) {
@@ -352,9 +352,9 @@ absl::Status DataPlane::PinFor(const Session& session, Delivery* delivery) {
         parts_.formats->Find(object.header.format_id), *session.format);
   }
   if (object.header.index != delivery->index) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("object ", delivery->id.key.Short(), " is block ", object.header.index.value(),
-                     ", not ", delivery->index.value()));
+    return absl::FailedPreconditionError(absl::StrCat("object ", delivery->id.key.Short(),
+                                                      " is block ", object.header.index.value(),
+                                                      ", not ", delivery->index.value()));
   }
   delivery->pin = std::move(pin);
   return absl::OkStatus();
@@ -385,11 +385,11 @@ void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delive
   header.set_object_header(object.Encode());
   const std::string header_bytes = header.SerializeAsString();
   if (header_bytes.size() > session->connection->header_bytes_max()) {
-    OnSent(session, serial,
-           absl::FailedPreconditionError(absl::StrCat(
-               "the object's header of ", header_bytes.size(), " bytes does not fit the ",
-               session->connection->header_bytes_max(), " of ",
-               session->connection->description())));
+    OnSent(
+        session, serial,
+        absl::FailedPreconditionError(absl::StrCat(
+            "the object's header of ", header_bytes.size(), " bytes does not fit the ",
+            session->connection->header_bytes_max(), " of ", session->connection->description())));
     return;
   }
   const absl::Span<const uint8_t> payload =
@@ -476,9 +476,8 @@ absl::StatusOr<ObjectRef> DataPlane::CheckOffer(const Session& session, const v1
       const Reservation reservation,
       OpenReservation(offer.reservation(), parts_.ticket_key(), parts_.clock->WallMicros()));
   if (reservation.node_id != parts_.node_id) {
-    return absl::PermissionDeniedError(absl::StrCat("the reservation is for node '",
-                                                    reservation.node_id, "', this is '",
-                                                    parts_.node_id, "'"));
+    return absl::PermissionDeniedError(absl::StrCat(
+        "the reservation is for node '", reservation.node_id, "', this is '", parts_.node_id, "'"));
   }
   if (reservation.tenant != session.tenant) {
     return absl::PermissionDeniedError("the reservation is another tenant's");
@@ -505,15 +504,15 @@ absl::StatusOr<ObjectRef> DataPlane::CheckOffer(const Session& session, const v1
         " bytes, the header says ", header.payload_bytes, ", the payload has ", payload_bytes));
   }
   if (header.checksums.size() != session.layout.runs_count()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        header.checksums.size(), " checksums, the format has ", session.layout.runs_count(),
-        " runs"));
+    return absl::InvalidArgumentError(absl::StrCat(header.checksums.size(),
+                                                   " checksums, the format has ",
+                                                   session.layout.runs_count(), " runs"));
   }
   if (header.parent.has_value() == (header.index == BlockIndex(0))) {
     return absl::InvalidArgumentError("block 0 has no parent, and every other block has one");
   }
-  return std::make_shared<const HeldObject>(HeldObject{
-      .header = std::move(header), .tenant = session.tenant, .layout = session.layout});
+  return std::make_shared<const HeldObject>(
+      HeldObject{.header = std::move(header), .tenant = session.tenant, .layout = session.layout});
 }
 
 void DataPlane::OnRoom(uint64_t session_id, uint64_t serial, absl::StatusOr<Extent> extent) {
@@ -530,15 +529,14 @@ void DataPlane::OnRoom(uint64_t session_id, uint64_t serial, absl::StatusOr<Exte
   }
   incoming->extent = *std::move(extent);
   incoming->payload->Receive(
-      incoming->extent.span(), [this, session_id, serial](absl::Status status) {
-        OnReceived(session_id, serial, status);
-      });
+      incoming->extent.span(),
+      [this, session_id, serial](absl::Status status) { OnReceived(session_id, serial, status); });
 }
 
 void DataPlane::OnReceived(uint64_t session_id, uint64_t serial, const absl::Status& status) {
   Session* session = FindById(session_id);
-  // A Receive that crossed the end of its connection may hear of it later than the session did; then
-  // nothing wrote into the extent, which is free again.
+  // A Receive that crossed the end of its connection may hear of it later than the session did;
+  // then nothing wrote into the extent, which is free again.
   if (session == nullptr) return;
   const auto found = session->incoming.find(serial);
   OKV_CHECK(found != session->incoming.end());

@@ -30,7 +30,8 @@ struct DataPlaneOptions {
   // Objects asked for and not yet on their way, a session.
   size_t objects_queued_max = size_t{4} * kObjectsPerFetchMax;
   // Transfers to readers at once: enough to keep a link busy, few enough that the pins of one slow
-  // reader, and the buffers of disk reads that DRAM has no room for, stay a small part of the arena.
+  // reader, and the buffers of disk reads that DRAM has no room for, stay a small part of the
+  // arena.
   uint32_t bulks_per_session_max = 32;
   uint32_t bulks_max = 128;
   // Puts offered and not yet answered, a session.
@@ -48,8 +49,8 @@ struct DataPlaneOptions {
   absl::Status Validate() const;
 };
 
-// Answers workers. A session is a connection: Hello first, with a ticket and a format; then fetches,
-// which send objects straight from the arena, and puts, which receive straight into it.
+// Answers workers. A session is a connection: Hello first, with a ticket and a format; then
+// fetches, which send objects straight from the arena, and puts, which receive straight into it.
 // What a peer sends is checked before it is used, and nothing is allocated by a length it claims.
 // Everything private is owned by the transport's thread. Disk reads run on a few threads beside it.
 class DataPlane final : public Transport::AcceptHandler {
@@ -66,8 +67,8 @@ class DataPlane final : public Transport::AcceptHandler {
     std::function<void(ObjectRef object)> on_committed;
     std::function<void(const std::string& line)> log;
   };
-  // REQUIRES: options.Validate() is OK. The parts outlive it, but for the transport, which must be gone
-  // before it.
+  // REQUIRES: options.Validate() is OK. The parts outlive it, but for the transport, which must be
+  // gone before it.
   DataPlane(const DataPlaneOptions& options, Parts parts);
   ~DataPlane() override;
 
@@ -99,9 +100,9 @@ class DataPlane final : public Transport::AcceptHandler {
     BlockIndex index;
     int64_t received_nanos;
     int64_t deadline_nanos;
-    ObjectPin pin;                        // From its turn on.
-    std::unique_ptr<uint8_t[]> own;       // The payload, when DRAM has no room for it.
-    absl::Status loaded;                  // How the disk read ended.
+    ObjectPin pin;                   // From its turn on.
+    std::unique_ptr<uint8_t[]> own;  // The payload, when DRAM has no room for it.
+    absl::Status loaded;             // How the disk read ended.
     absl::string_view tier = "dram";
     bool sending = false;
   };
@@ -130,8 +131,8 @@ class DataPlane final : public Transport::AcceptHandler {
     FormatId format_id;
     PageLayout layout;
     std::deque<DeliveryRef> queue;
-    int64_t queue_deadline_nanos = 0;  // No deadline in the queue is earlier.
-    bool has_turn = false;             // It is in turns_.
+    int64_t queue_deadline_nanos = 0;                    // No deadline in the queue is earlier.
+    bool has_turn = false;                               // It is in turns_.
     absl::flat_hash_map<uint64_t, DeliveryRef> sending;  // By serial number.
     absl::flat_hash_map<uint64_t, std::unique_ptr<Incoming>> incoming;
   };

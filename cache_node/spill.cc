@@ -22,9 +22,8 @@ double Seconds(int64_t nanos) { return static_cast<double>(nanos) * 1e-9; }
 
 absl::Status SpillerOptions::Validate() const {
   if (!(0 < low_watermark && low_watermark <= high_watermark && high_watermark <= 1)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("watermarks must be 0 < low <= high <= 1, not ", low_watermark, " and ",
-                     high_watermark));
+    return absl::InvalidArgumentError(absl::StrCat("watermarks must be 0 < low <= high <= 1, not ",
+                                                   low_watermark, " and ", high_watermark));
   }
   if (group_bytes_max == 0 || group_objects_max == 0) {
     return absl::InvalidArgumentError("spill groups must hold something");
@@ -106,8 +105,8 @@ absl::StatusOr<Extent> Spiller::AllocateNow(size_t bytes) {
 uint64_t Spiller::EvictClean(uint64_t bytes) {
   uint64_t freed = 0;
   for (ObjectPin& pin : parts_.table->PinColdest({.bytes = bytes,
-                                                  .objects_max = kEvictObjects,
-                                                  .where = BlockTable::Where::kOnDiskToo})) {
+                        .objects_max = kEvictObjects,
+                        .where = BlockTable::Where::kOnDiskToo})) {
     freed += parts_.table->UnpinAndEvict(std::move(pin));
   }
   return freed;
@@ -130,11 +129,11 @@ void Spiller::Run() {
       work_ = false;
     }
     ServeWaiters();
-    while (HasWaiters() || AboveWatermark(options_.low_watermark)) {
+    while (waiters_count() > 0 || AboveWatermark(options_.low_watermark)) {
       const absl::StatusOr<uint64_t> freed = SpillGroup();
       if (absl::IsResourceExhausted(freed.status())) {
-        FailWaiters(absl::ResourceExhaustedError(
-            absl::StrCat("DRAM is full: ", freed.status().message())));
+        FailWaiters(
+            absl::ResourceExhaustedError(absl::StrCat("DRAM is full: ", freed.status().message())));
       }
       ServeWaiters();
       {
@@ -175,14 +174,14 @@ void Spiller::FailWaiters(const absl::Status& status) {
   for (Waiter& waiter : waiters) waiter.done(status);
 }
 
-bool Spiller::HasWaiters() const {
+size_t Spiller::waiters_count() const {
   MutexLock lock(&mu_);
-  return !waiters_.empty();
+  return waiters_.size();
 }
 
 absl::StatusOr<uint64_t> Spiller::SpillGroup() {
-  std::vector<ObjectPin> pins = parts_.table->PinColdest(
-      {.bytes = GroupBytes(), .objects_max = options_.group_objects_max});
+  std::vector<ObjectPin> pins =
+      parts_.table->PinColdest({.bytes = GroupBytes(), .objects_max = options_.group_objects_max});
   bool disk_full = false;
   const absl::Status status = CopyDown(&pins, &disk_full);
   uint64_t freed = 0;
@@ -192,9 +191,9 @@ absl::StatusOr<uint64_t> Spiller::SpillGroup() {
   if (freed > 0) return freed;
   OKV_RETURN_IF_ERROR(status);
   if (disk_full) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the disk tier has ", parts_.disk->stats().used_bytes, " of ",
-        parts_.disk->stats().capacity_bytes, " bytes in use"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the disk tier has ", parts_.disk->stats().used_bytes, " of ",
+                     parts_.disk->stats().capacity_bytes, " bytes in use"));
   }
   return 0;
 }
@@ -225,7 +224,15 @@ absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
   }
   *pins = std::move(kept);
   if (!group.empty()) {
-    OKV_RETURN_IF_ERROR(parts_.disk->Put(group));
+    absl::Status put = parts_.disk->Put(group);
+    if (absl::IsAlreadyExists(put)) {
+      // A quarantine whose removal failed left a row that the table does not know.
+      for (const TierWrite& write : group) {
+        OKV_RETURN_IF_ERROR(parts_.disk->Remove(write.object->header.id));
+      }
+      put = parts_.disk->Put(group);
+    }
+    OKV_RETURN_IF_ERROR(put);
     for (const TierWrite& write : group) unflushed_.insert(write.object->header.id);
   }
   for (const ObjectPin& pin : *pins) {
@@ -251,7 +258,7 @@ size_t Spiller::SpillAll(int64_t deadline_nanos) {
                                   .where = BlockTable::Where::kOnlyInDram});
     if (pins.empty()) return 0;
     bool disk_full = false;
-    if (!CopyDown(&pins, &disk_full).ok() || pins.empty()) break;
+    if (!CopyDown(&pins, &disk_full).ok() || (disk_full && pins.empty())) break;
   }
   const TableStats stats = parts_.table->stats();
   uint64_t on_disk = 0;
@@ -270,7 +277,8 @@ absl::StatusOr<std::unique_ptr<uint8_t[]>> Spiller::Load(ObjectPin* pin) {
       extent.ok() ? extent->span() : absl::MakeSpan(own.get(), bytes);
   absl::Status status = parts_.disk->Read(pin->id(), buffer);
   if (status.ok()) status = Verify(object, buffer);
-  if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());  // The table knew it.
+  if (absl::IsNotFound(status))
+    status = absl::DataLossError(status.message());  // The table knew it.
   if (!status.ok()) {
     if (absl::IsDataLoss(status)) Quarantine(std::move(*pin), *parts_.disk, status);
     return status;

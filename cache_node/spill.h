@@ -25,8 +25,9 @@ struct SpillerOptions {
   // Shares of the arena: spilling starts above the high one and ends below the low one.
   double high_watermark = 0.90;
   double low_watermark = 0.80;
-  // One group is one flush: large enough that the disk's sync (about 5 ms) costs little, small enough
-  // that whoever waits for room gets it soon. At most a sixteenth of the arena, but one object.
+  // One group is one flush: large enough that the disk's sync (about 5 ms) costs little, small
+  // enough that whoever waits for room gets it soon. At most a sixteenth of the arena, but one
+  // object.
   uint64_t group_bytes_max = uint64_t{32} << 20;
   size_t group_objects_max = 1024;
   size_t waiters_max = 4096;
@@ -63,10 +64,11 @@ class Spiller {
   // allocate_wait_nanos, or waiters_max wait already): back off.
   using AllocateDone = std::function<void(absl::StatusOr<Extent>)>;
   void Allocate(size_t bytes, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
+  size_t waiters_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says; else
-  // the payload itself, because DRAM had no room. kDataLoss when the disk's copy is damaged: it is
-  // quarantined and the pin gone. Other errors are the disk's. Blocks on the disk.
+  // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says;
+  // else the payload itself, because DRAM had no room. kDataLoss when the disk's copy is damaged:
+  // it is quarantined and the pin gone. Other errors are the disk's. Blocks on the disk.
   absl::StatusOr<std::unique_ptr<uint8_t[]>> Load(ObjectPin* pin);
 
   // Copies down what only DRAM holds, until the clock says deadline_nanos. Returns how many objects
@@ -86,12 +88,11 @@ class Spiller {
   // Tries again for those who wait, in order; gives up on those past their deadline.
   void ServeWaiters() ABSL_LOCKS_EXCLUDED(mu_);
   void FailWaiters(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  bool HasWaiters() const ABSL_LOCKS_EXCLUDED(mu_);
   // Copies one group down and frees its DRAM copies. Returns the bytes freed: 0 when everything is
   // pinned; kResourceExhausted when the disk is full.
   absl::StatusOr<uint64_t> SpillGroup();
-  // Writes and flushes those of `pins` that the disk lacks and has room for; the others, and what is
-  // damaged, leave `pins`. Sets *disk_full when something did not fit.
+  // Writes and flushes those of `pins` that the disk lacks and has room for; the others, and what
+  // is damaged, leave `pins`. Sets *disk_full when something did not fit.
   absl::Status CopyDown(std::vector<ObjectPin>* pins, bool* disk_full);
   // Frees DRAM copies that the disk has too, without any write. Returns the bytes freed.
   uint64_t EvictClean(uint64_t bytes);

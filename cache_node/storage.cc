@@ -59,10 +59,10 @@ absl::Status Storage::AdoptDisk() {
                ++unreadable_count;
                return;
              }
-             table_->AdoptFromDisk(std::make_shared<const HeldObject>(
-                 HeldObject{.header = std::move(record.header),
-                            .tenant = std::move(record.tenant),
-                            .layout = layout}));
+             table_->AdoptFromDisk(
+                 std::make_shared<const HeldObject>(HeldObject{.header = std::move(record.header),
+                                                               .tenant = std::move(record.tenant),
+                                                               .layout = layout}));
              ++objects_count;
            },
        .corrupt =
@@ -73,8 +73,9 @@ absl::Status Storage::AdoptDisk() {
   parts_.log(absl::StrCat("adopted ", objects_count, " objects of ", formats.size(),
                           " formats from disk"));
   if (unreadable_count > 0) {
-    parts_.log(absl::StrCat(unreadable_count, " objects on disk do not fit any format known here, "
-                                              "and are left alone"));
+    parts_.log(absl::StrCat(unreadable_count,
+                            " objects on disk do not fit any format known here, "
+                            "and are left alone"));
   }
   return absl::OkStatus();
 }
@@ -82,7 +83,8 @@ absl::Status Storage::AdoptDisk() {
 void Storage::SpillRest(int64_t timeout_nanos) {
   const size_t left = spiller_->SpillAll(parts_.clock->NowNanos() + timeout_nanos);
   if (left > 0) {
-    parts_.log(absl::StrCat(left, " objects were only in DRAM and could not be spilled: they are lost"));
+    parts_.log(
+        absl::StrCat(left, " objects were only in DRAM and could not be spilled: they are lost"));
   }
 }
 

@@ -41,7 +41,8 @@ class Storage {
     std::function<void(const std::string& line)> log;
   };
   // Opens the directory, takes over every object it holds (reading the index only), maps and
-  // prefaults the arena: blocks for seconds. Errors are BlockPool::Create's and RocksdbTier::Open's.
+  // prefaults the arena: blocks for seconds. Errors are BlockPool::Create's and
+  // RocksdbTier::Open's.
   static absl::StatusOr<std::unique_ptr<Storage>> Open(const StorageOptions& options,
                                                        const Parts& parts);
   ~Storage();

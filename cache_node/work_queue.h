@@ -12,7 +12,8 @@
 
 namespace okv {
 
-// A few threads for what blocks on the disk, so that the transport's thread never does. Thread-safe.
+// A few threads for what blocks on the disk, so that the transport's thread never does.
+// Thread-safe.
 class WorkQueue {
  public:
   explicit WorkQueue(uint32_t threads_count) {

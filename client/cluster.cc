@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "client/cluster_client.h"
 #include "proto/data_plane.h"
+#include "proto/mutex.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -52,6 +53,8 @@ absl::Status RetryConnecting(const ClusterOptions& options,
                              const std::function<absl::Status()>& call) {
   std::minstd_rand random(std::random_device{}());
   std::uniform_real_distribution<double> unit(0, 1);
+  Mutex mu;
+  CondVar elapsed;
   const absl::Time give_up = absl::Now() + options.connect_timeout;
   for (int attempt = 1;; ++attempt) {
     const absl::Status status = call();
@@ -62,7 +65,9 @@ absl::Status RetryConnecting(const ClusterOptions& options,
           "no control plane at ", options.control_address, " after ", attempt, " attempts in ",
           absl::FormatDuration(options.connect_timeout), ": ", std::string(status.message())));
     }
-    absl::SleepFor(delay);
+    // Nobody signals it: the wait is the delay.
+    MutexLock lock(&mu);
+    elapsed.WaitFor(&mu, absl::ToChronoNanoseconds(delay));
   }
 }
 

@@ -103,13 +103,12 @@ void MetricsServer::Run() {
 void MetricsServer::Answer(int fd) {
   const std::string request = ReadRequest(fd);
   if (request.empty()) return;
-  const bool known = absl::StartsWith(request, "GET /metrics ") ||
-                     absl::StartsWith(request, "GET /metrics?");
+  const bool known =
+      absl::StartsWith(request, "GET /metrics ") || absl::StartsWith(request, "GET /metrics?");
   const std::string response =
       known ? Response("200 OK", text_()) : Response("404 Not Found", "see /metrics\n");
   for (size_t sent = 0; sent < response.size();) {
-    const ssize_t count =
-        send(fd, response.data() + sent, response.size() - sent, MSG_NOSIGNAL);
+    const ssize_t count = send(fd, response.data() + sent, response.size() - sent, MSG_NOSIGNAL);
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) return;
     sent += count;

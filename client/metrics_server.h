@@ -10,13 +10,13 @@
 
 namespace okv {
 
-// Serves GET /metrics over HTTP/1.1, one request a connection, one connection at a time: its clients
-// are a Prometheus server and people with curl. (prometheus-cpp's own server throws when its port is
-// in use.) Thread-compatible.
+// Serves GET /metrics over HTTP/1.1, one request a connection, one connection at a time: its
+// clients are a Prometheus server and people with curl. (prometheus-cpp's own server throws when
+// its port is in use.) Thread-compatible.
 class MetricsServer {
  public:
-  // Listens on "host:port", port 0: any free one. kUnavailable naming the address when it is in use;
-  // kInvalidArgument when it cannot be parsed. `text` is called on the server's thread.
+  // Listens on "host:port", port 0: any free one. kUnavailable naming the address when it is in
+  // use; kInvalidArgument when it cannot be parsed. `text` is called on the server's thread.
   static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(const std::string& address,
                                                               std::function<std::string()> text);
   ~MetricsServer();

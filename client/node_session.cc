@@ -17,7 +17,8 @@ absl::Status StatusOf(int32_t code, const std::string& message) {
 }  // namespace
 
 std::shared_ptr<NodeSession> NodeSession::Create(Transport* transport, NodeSessionOptions options) {
-  std::shared_ptr<NodeSession> session(new NodeSession(transport, std::move(options)));
+  std::shared_ptr<NodeSession> session =
+      std::unique_ptr<NodeSession>(new NodeSession(transport, std::move(options)));
   transport->Post([session] { session->Connect(); });
   return session;
 }

@@ -25,9 +25,9 @@ struct ResumeResult {
 };
 
 // Looks up the blocks of `tokens` and, when there is a resume point before the last token, fetches
-// what it needs straight into the empty `sequence`, which then continues as if it had computed those
-// tokens itself. At least one token is always left to compute. A miss, and a hit whose objects could
-// not all be fetched, leave the sequence empty: go on without (the result says why).
+// what it needs straight into the empty `sequence`, which then continues as if it had computed
+// those tokens itself. At least one token is always left to compute. A miss, and a hit whose
+// objects could not all be fetched, leave the sequence empty: go on without (the result says why).
 // Errors are those of Cluster::Lookup. Blocks until `deadline` at most.
 absl::StatusOr<ResumeResult> ResumePrefix(Cluster* cluster, Sequence* sequence,
                                           absl::Span<const uint32_t> tokens,
@@ -42,15 +42,16 @@ struct StoreResult {
   std::vector<absl::Status> failures;  // One per object that could not be stored.
 };
 
-// What a boundary's resume point consists of, given what the sequence holds. One object of the plan.
+// What a boundary's resume point consists of, given what the sequence holds. One object of the
+// plan.
 struct PlannedObject {
   BlockIndex index;
   Codec codec;
 };
 
-// The objects of `sequence` that make `boundary` a resume point: the sink blocks and the tail as bf16,
-// what lies between as int2. With `whole`, also the full blocks from the tail on, as int2 (what a
-// finished sequence leaves behind).
+// The objects of `sequence` that make `boundary` a resume point: the sink blocks and the tail as
+// bf16, what lies between as int2. With `whole`, also the full blocks from the tail on, as int2
+// (what a finished sequence leaves behind).
 std::vector<PlannedObject> PlanStore(const Format& format, BlockIndex boundary, bool whole,
                                      uint32_t full_blocks);
 
@@ -64,7 +65,8 @@ StoreResult StorePrompt(Cluster* cluster, const Sequence& sequence,
                         absl::Span<const uint32_t> tokens, const std::string& write_group,
                         absl::Duration deadline);
 
-// Stores a finished sequence: the resume point at its last full block, and every full block as int2.
+// Stores a finished sequence: the resume point at its last full block, and every full block as
+// int2.
 StoreResult StoreFinished(Cluster* cluster, const Sequence& sequence,
                           absl::Span<const uint32_t> tokens, const std::string& write_group,
                           absl::Duration deadline);

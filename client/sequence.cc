@@ -49,7 +49,7 @@ struct Sequence::State {
   std::vector<uint32_t> layer_sealed;  // [layers]: int2 blocks sink_blocks..sealed-1 exist.
   uint32_t resume_boundary = 0;
   bool resuming = false;
-  absl::Status failure;  // Set for good when rows could not be stored.
+  absl::Status failure;           // Set for good when rows could not be stored.
   std::vector<AttendBlock> view;  // Scratch of Append.
 
   uint8_t* Bf16Page(uint32_t block, uint32_t layer) {
@@ -79,9 +79,8 @@ struct Sequence::State {
 absl::Status SequenceOptions::Validate() const {
   OKV_RETURN_IF_ERROR(format.Validate());
   if (query_heads == 0 || query_heads % format.kv_heads != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("query_heads ", query_heads, " is not a multiple of kv_heads ",
-                     format.kv_heads));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "query_heads ", query_heads, " is not a multiple of kv_heads ", format.kv_heads));
   }
   if (!(softmax_scale > 0)) return absl::InvalidArgumentError("softmax_scale must be positive");
   if (tokens_max == 0) return absl::InvalidArgumentError("tokens_max must be positive");
@@ -119,20 +118,20 @@ absl::Status Sequence::State::SealPage(uint32_t layer, uint32_t block, const uin
     const uint8_t* run = bf16_page + layout.run_bytes(Codec::kBf16) * head;
     const size_t clip = size_t{layer} * layout.kv_heads + head;
     BadRow bad;
-    const absl::Status status = QuantizeRun(
-        {.k = reinterpret_cast<const uint16_t*>(run),
-         .v = reinterpret_cast<const uint16_t*>(run + layout.bf16_v_offset()),
-         .row_stride = layout.head_dim,
-         .dim = layout.head_dim,
-         .group_size = layout.group_size,
-         .clip_rank_k = rotations->clip_rank_k[clip],
-         .clip_rank_v = rotations->clip_rank_v[clip]},
-        int2_page + layout.run_bytes(Codec::kInt2) * head, &bad);
+    const absl::Status status =
+        QuantizeRun({.k = reinterpret_cast<const uint16_t*>(run),
+                     .v = reinterpret_cast<const uint16_t*>(run + layout.bf16_v_offset()),
+                     .row_stride = layout.head_dim,
+                     .dim = layout.head_dim,
+                     .group_size = layout.group_size,
+                     .clip_rank_k = rotations->clip_rank_k[clip],
+                     .clip_rank_v = rotations->clip_rank_v[clip]},
+                    int2_page + layout.run_bytes(Codec::kInt2) * head, &bad);
     if (!status.ok()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          bad.is_value ? "V" : "K", " of layer ", options.format.layer_ids[layer], ", token ",
-          block * kBlockTokens + bad.token, ", head ", head, ": ",
-          absl::string_view(status.message())));
+      return absl::InvalidArgumentError(
+          absl::StrCat(bad.is_value ? "V" : "K", " of layer ", options.format.layer_ids[layer],
+                       ", token ", block * kBlockTokens + bad.token, ", head ", head, ": ",
+                       absl::string_view(status.message())));
     }
   }
   return absl::OkStatus();
@@ -152,8 +151,8 @@ absl::Status Sequence::State::StoreRows(const AppendRows& rows, uint32_t first, 
   const size_t row_stride = size_t{layout.kv_heads} * layout.head_dim;
   for (uint32_t head = 0; head < layout.kv_heads; ++head) {
     for (const bool is_value : {false, true}) {
-      const uint16_t* x = (is_value ? rows.v : rows.k) + first * row_stride +
-                          size_t{head} * layout.head_dim;
+      const uint16_t* x =
+          (is_value ? rows.v : rows.k) + first * row_stride + size_t{head} * layout.head_dim;
       auto* y = reinterpret_cast<uint16_t*>(page + layout.run_bytes(Codec::kBf16) * head +
                                             (is_value ? layout.bf16_v_offset() : 0)) +
                 size_t{slot} * layout.head_dim;
@@ -166,10 +165,10 @@ absl::Status Sequence::State::StoreRows(const AppendRows& rows, uint32_t first, 
                  y, layout.head_dim);
       for (size_t i = 0; i < size_t{count} * layout.head_dim; ++i) {
         if (IsFinite(y[i])) continue;
-        return absl::InvalidArgumentError(absl::StrCat(
-            "NaN or Inf in ", is_value ? "V" : "K", " of layer ",
-            options.format.layer_ids[rows.layer], ", token ", position + i / layout.head_dim,
-            ", head ", head));
+        return absl::InvalidArgumentError(
+            absl::StrCat("NaN or Inf in ", is_value ? "V" : "K", " of layer ",
+                         options.format.layer_ids[rows.layer], ", token ",
+                         position + i / layout.head_dim, ", head ", head));
       }
     }
   }
@@ -225,13 +224,13 @@ absl::Status Sequence::Append(const AppendRows& rows) {
   }
   if (state.resuming) return absl::FailedPreconditionError("FinishResume has not been called");
   if (rows.layer >= state.layout.layers_count) {
-    return absl::InvalidArgumentError(absl::StrCat("layer ", rows.layer, " of ",
-                                                   state.layout.layers_count));
+    return absl::InvalidArgumentError(
+        absl::StrCat("layer ", rows.layer, " of ", state.layout.layers_count));
   }
   if (rows.tokens_count > state.options.tokens_max - state.layer_tokens[rows.layer]) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("tokens_max ", state.options.tokens_max, " reached: ",
-                     state.layer_tokens[rows.layer], " held, ", rows.tokens_count, " more asked"));
+    return absl::ResourceExhaustedError(absl::StrCat("tokens_max ", state.options.tokens_max,
+                                                     " reached: ", state.layer_tokens[rows.layer],
+                                                     " held, ", rows.tokens_count, " more asked"));
   }
   for (uint32_t first = 0; first < rows.tokens_count;) {
     const uint32_t slot = state.layer_tokens[rows.layer] % kBlockTokens;
@@ -251,8 +250,9 @@ absl::StatusOr<absl::Span<const uint8_t>> Sequence::Int2Block(BlockIndex index) 
   const State& state = *state_;
   const uint32_t sealed = *std::min_element(state.layer_sealed.begin(), state.layer_sealed.end());
   if (index.value() < state.sink_blocks || index.value() >= sealed) {
-    return absl::NotFoundError(absl::StrCat("block ", index.value(), " is not sealed: int2 blocks are ",
-                                            state.sink_blocks, " to ", sealed, ", exclusive"));
+    return absl::NotFoundError(absl::StrCat("block ", index.value(),
+                                            " is not sealed: int2 blocks are ", state.sink_blocks,
+                                            " to ", sealed, ", exclusive"));
   }
   return absl::Span<const uint8_t>(state.history[index.value()].get(),
                                    state.layout.block_bytes(Codec::kInt2));
@@ -285,9 +285,9 @@ absl::Status Sequence::SealBlock(BlockIndex index, absl::Span<uint8_t> payload) 
   }
   OKV_RETURN_IF_ERROR(state.CheckBf16Resident(index));
   for (uint32_t layer = 0; layer < state.layout.layers_count; ++layer) {
-    OKV_RETURN_IF_ERROR(state.SealPage(layer, index.value(), state.Bf16Page(index.value(), layer),
-                                       payload.data() +
-                                           state.layout.page_bytes(Codec::kInt2) * layer));
+    OKV_RETURN_IF_ERROR(
+        state.SealPage(layer, index.value(), state.Bf16Page(index.value(), layer),
+                       payload.data() + state.layout.page_bytes(Codec::kInt2) * layer));
   }
   return absl::OkStatus();
 }
@@ -296,8 +296,8 @@ absl::Status Sequence::StartResume(BlockIndex boundary) {
   State& state = *state_;
   OKV_CHECK(tokens_count() == 0);
   if (uint64_t{boundary.value()} * kBlockTokens > state.options.tokens_max) {
-    return absl::ResourceExhaustedError(absl::StrCat("boundary ", boundary.value(), " lies beyond tokens_max ",
-                                                     state.options.tokens_max));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "boundary ", boundary.value(), " lies beyond tokens_max ", state.options.tokens_max));
   }
   state.resume_boundary = boundary.value();
   state.resuming = true;
@@ -307,10 +307,12 @@ absl::Status Sequence::StartResume(BlockIndex boundary) {
 absl::StatusOr<absl::Span<uint8_t>> Sequence::ResumeBuffer(BlockIndex index, Codec codec) {
   State& state = *state_;
   const uint32_t block = index.value();
-  const bool bf16 = block < state.sink_blocks || block + state.recent_blocks >= state.resume_boundary;
+  const bool bf16 =
+      block < state.sink_blocks || block + state.recent_blocks >= state.resume_boundary;
   if (!state.resuming || block >= state.resume_boundary || bf16 != (codec == Codec::kBf16)) {
     return absl::InvalidArgumentError(absl::StrCat("resume at boundary ", state.resume_boundary,
-                                                   " takes no ", CodecName(codec), " block ", block));
+                                                   " takes no ", CodecName(codec), " block ",
+                                                   block));
   }
   return absl::Span<uint8_t>(bf16 ? state.Bf16Page(block, 0) : state.Int2Page(block, 0),
                              state.layout.block_bytes(codec));

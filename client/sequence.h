@@ -18,42 +18,43 @@
 namespace okv {
 
 struct SequenceOptions {
-  Format format;                  // Geometry, windows, group size. Validated.
-  uint32_t query_heads = 0;       // A multiple of format.kv_heads.
+  Format format;             // Geometry, windows, group size. Validated.
+  uint32_t query_heads = 0;  // A multiple of format.kv_heads.
   float softmax_scale = 0;
-  uint32_t tokens_max = 0;        // The longest sequence this cache may hold.
+  uint32_t tokens_max = 0;  // The longest sequence this cache may hold.
 
   absl::Status Validate() const;
 };
 
 // Post-RoPE rows of consecutive tokens of one layer.
 struct AppendRows {
-  uint32_t layer;        // 0-based position in format.layer_ids.
+  uint32_t layer;  // 0-based position in format.layer_ids.
   uint32_t tokens_count;
-  const float* q;        // [tokens_count, query_heads, head_dim] fp32
-  const uint16_t* k;     // [tokens_count, kv_heads, head_dim] bf16, in the model's own basis
-  const uint16_t* v;     // [tokens_count, kv_heads, head_dim] bf16
-  float* out;            // [tokens_count, query_heads, head_dim] fp32: attention's result
+  const float* q;     // [tokens_count, query_heads, head_dim] fp32
+  const uint16_t* k;  // [tokens_count, kv_heads, head_dim] bf16, in the model's own basis
+  const uint16_t* v;  // [tokens_count, kv_heads, head_dim] bf16
+  float* out;         // [tokens_count, query_heads, head_dim] fp32: attention's result
 };
 
 // The whole KV cache of one sequence in the memory of a decode worker: sink (bf16), history (int2
 // pages), recent (bf16 ring), and the design's view over them: with S = sink_blocks, W =
 // recent_blocks, a query in block b sees block j in bf16 if j < S or j >= b - W, otherwise in int2.
-// Every layer moves on its own, so that an engine may run one layer over a long prefill chunk and then
-// the next; a token is complete when the last layer has it.
-// Thread-compatible. `rotations` and `pool` outlive it.
+// Every layer moves on its own, so that an engine may run one layer over a long prefill chunk and
+// then the next; a token is complete when the last layer has it. Thread-compatible. `rotations` and
+// `pool` outlive it.
 class Sequence {
  public:
-  // kInvalidArgument for bad options; kFailedPrecondition when `rotations` does not match the format.
+  // kInvalidArgument for bad options; kFailedPrecondition when `rotations` does not match the
+  // format.
   static absl::StatusOr<std::unique_ptr<Sequence>> Create(const SequenceOptions& options,
                                                           const RotationSet* rotations,
                                                           ThreadPool* pool);
   ~Sequence();
 
-  // Appends the rows to rows.layer, demoting exactly when a token opens a new block, and attends each
-  // row's queries over its view. Any split of the same tokens into calls gives the same bits.
-  // kInvalidArgument: NaN or Inf in K or V (names layer, token, head); the sequence is then unusable.
-  // kResourceExhausted: more than tokens_max tokens; nothing was appended.
+  // Appends the rows to rows.layer, demoting exactly when a token opens a new block, and attends
+  // each row's queries over its view. Any split of the same tokens into calls gives the same bits.
+  // kInvalidArgument: NaN or Inf in K or V (names layer, token, head); the sequence is then
+  // unusable. kResourceExhausted: more than tokens_max tokens; nothing was appended.
   absl::Status Append(const AppendRows& rows);
 
   // Tokens that every layer has.
@@ -73,8 +74,9 @@ class Sequence {
   absl::Status SealBlock(BlockIndex index, absl::Span<uint8_t> payload) const;
 
   // Starts an empty sequence at resume point `boundary` (a block index): blocks 0..S-1 and
-  // max(S, boundary - W)..boundary-1 arrive as bf16, S..boundary-W-1 as int2. The caller writes each
-  // payload into the memory that these give, then calls FinishResume. REQUIRES: tokens_count() == 0.
+  // max(S, boundary - W)..boundary-1 arrive as bf16, S..boundary-W-1 as int2. The caller writes
+  // each payload into the memory that these give, then calls FinishResume. REQUIRES: tokens_count()
+  // == 0.
   absl::Status StartResume(BlockIndex boundary);
   // Where a fetched payload goes: [block_bytes(codec)]. kInvalidArgument for a block that this
   // boundary does not need.

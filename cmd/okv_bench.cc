@@ -40,9 +40,11 @@ absl::Status Nll() {
                         .seed = absl::GetFlag(FLAGS_seed)};
   const std::string rotations = absl::GetFlag(FLAGS_rotations);
   for (const absl::string_view piece : absl::StrSplit(rotations, ',', absl::SkipEmpty())) {
-    const std::pair<std::string, std::string> entry = absl::StrSplit(piece, absl::MaxSplits('=', 1));
+    const std::pair<std::string, std::string> entry =
+        absl::StrSplit(piece, absl::MaxSplits('=', 1));
     if (entry.first.empty() || entry.second.empty()) {
-      return absl::InvalidArgumentError(absl::StrCat("--rotations: '", piece, "' is not name=file"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("--rotations: '", piece, "' is not name=file"));
     }
     options.rotations.insert(entry);
   }

@@ -20,7 +20,8 @@
 #include "control_plane/server.h"
 #include "proto/status_macros.h"
 
-ABSL_FLAG(std::string, listen, "127.0.0.1:0", "host:port of the gRPC service; port 0: any free one");
+ABSL_FLAG(std::string, listen, "127.0.0.1:0",
+          "host:port of the gRPC service; port 0: any free one");
 ABSL_FLAG(std::string, metrics, "", "host:port for /metrics; empty: none");
 ABSL_FLAG(std::string, data_dir, "", "directory of the durable state; belongs to one okv-control");
 ABSL_FLAG(uint32_t, heartbeat_interval_ms, 1000, "what nodes are told");
@@ -39,8 +40,7 @@ absl::Status Run(const sigset_t& stop) {
   options.control.heartbeat_interval_ms = absl::GetFlag(FLAGS_heartbeat_interval_ms);
   options.control.node_timeout_ms = absl::GetFlag(FLAGS_node_timeout_ms);
   options.control.reservation_timeout_ms = absl::GetFlag(FLAGS_reservation_timeout_ms);
-  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<ControlServer> server,
-                       ControlServer::Start(options));
+  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<ControlServer> server, ControlServer::Start(options));
   if (const std::string path = absl::GetFlag(FLAGS_port_file); !path.empty()) {
     const std::string port = server->address().substr(server->address().rfind(':') + 1);
     OKV_RETURN_IF_ERROR(WriteFileAtomically(path, absl::StrCat(port, "\n")));

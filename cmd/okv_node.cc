@@ -1,5 +1,6 @@
 // okv-node: a cache node. Holds objects in DRAM and RocksDB, takes and sends them over UCX, reports
-// to okv-control, shows /metrics. Stops on SIGTERM or SIGINT: spills what only DRAM holds, then exits.
+// to okv-control, shows /metrics. Stops on SIGTERM or SIGINT: spills what only DRAM holds, then
+// exits.
 //
 //   okv-node --control HOST:PORT --data_dir DIR [--listen HOST:PORT] [--metrics HOST:PORT] [...]
 //

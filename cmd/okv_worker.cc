@@ -98,9 +98,9 @@ absl::Status Run() {
   std::printf("%s\n", report->text.c_str());
   if (absl::GetFlag(FLAGS_json)) std::printf("%s\n", report->ToJson().c_str());
   if (report->store_failures.empty()) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat(report->store_failures.size(),
-                                             " objects were not stored, the first: ",
-                                             report->store_failures.front()));
+  return absl::UnavailableError(
+      absl::StrCat(report->store_failures.size(),
+                   " objects were not stored, the first: ", report->store_failures.front()));
 }
 
 absl::Status Dump() {

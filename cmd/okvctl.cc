@@ -44,9 +44,9 @@ absl::StatusOr<Response> Ask(const Call& call) {
       grpc::CreateChannel(absl::GetFlag(FLAGS_control), grpc::InsecureChannelCredentials()));
   grpc::ClientContext context;
   context.set_wait_for_ready(true);
-  context.set_deadline(std::chrono::system_clock::now() +
-                       std::chrono::milliseconds(
-                           static_cast<int64_t>(1000 * absl::GetFlag(FLAGS_timeout_s))));
+  context.set_deadline(
+      std::chrono::system_clock::now() +
+      std::chrono::milliseconds(static_cast<int64_t>(1000 * absl::GetFlag(FLAGS_timeout_s))));
   Response response;
   const grpc::Status status = call(*stub, &context, &response);
   if (status.ok()) return response;
@@ -107,8 +107,8 @@ absl::Status Rotations() {
   for (const v1::RotationSummary& set : list.rotations()) {
     const std::string hash = HexOf(set.rotation_hash());
     absl::StrAppend(&text, hash, " ", set.model(), " ", set.method(), " layers ",
-                    set.layers_count(), " kv_heads ", set.kv_heads(), " head_dim ",
-                    set.head_dim(), " group_size ", set.group_size(), "\n");
+                    set.layers_count(), " kv_heads ", set.kv_heads(), " head_dim ", set.head_dim(),
+                    " group_size ", set.group_size(), "\n");
     rotations.push_back({{"rotation_hash", hash},
                          {"model", set.model()},
                          {"weights_revision", set.weights_revision()},
@@ -127,8 +127,7 @@ absl::Status Publish(const std::string& path) {
     return absl::Status(set.status().code(),
                         absl::StrCat("'", path, "': ", absl::string_view(set.status().message())));
   }
-  OKV_ASSIGN_OR_RETURN(const RotationHash hash,
-                       Cluster::PublishRotation(OptionsFromFlags(), *set));
+  OKV_ASSIGN_OR_RETURN(const RotationHash hash, Cluster::PublishRotation(OptionsFromFlags(), *set));
   Print(absl::StrCat("published ", hash.Hex(), "\n"), {{"rotation_hash", hash.Hex()}});
   return absl::OkStatus();
 }

@@ -22,8 +22,9 @@ constexpr int64_t kNanosPerMs = 1'000'000;
 // Both go into tickets, which have a limit.
 absl::Status CheckName(absl::string_view field, const std::string& name) {
   if (!name.empty() && name.size() <= kTicketTextBytesMax) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(field, name.empty() ? " is missing" : " is longer than ",
-                                                 name.empty() ? "" : absl::StrCat(kTicketTextBytesMax, " bytes")));
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, name.empty() ? " is missing" : " is longer than ",
+                   name.empty() ? "" : absl::StrCat(kTicketTextBytesMax, " bytes")));
 }
 
 }  // namespace
@@ -38,7 +39,8 @@ absl::Status ControlOptions::Validate() const {
   if (reservation_timeout_ms == 0) {
     return absl::InvalidArgumentError("reservation_timeout_ms must be positive");
   }
-  if (ticket_lifetime_s == 0) return absl::InvalidArgumentError("ticket_lifetime_s must be positive");
+  if (ticket_lifetime_s == 0)
+    return absl::InvalidArgumentError("ticket_lifetime_s must be positive");
   return absl::OkStatus();
 }
 
@@ -91,12 +93,11 @@ absl::StatusOr<Session> Control::OpenSession(const std::string& tenant, const st
   OKV_ASSIGN_OR_RETURN(const Format registered, rotations_->RegisterFormat(format));
   const int64_t expires = clock_->WallMicros() + int64_t{options_.ticket_lifetime_s} * 1'000'000;
   const FormatId id = registered.id();
-  return Session{
-      .format_id = id,
-      .ticket = SealTicket({.tenant = tenant, .format_id = id, .expires_wall_us = expires},
-                           ticket_key_),
-      .ticket_expires_wall_us = expires,
-      .tenant_salt = tenant};
+  return Session{.format_id = id,
+                 .ticket = SealTicket(
+                     {.tenant = tenant, .format_id = id, .expires_wall_us = expires}, ticket_key_),
+                 .ticket_expires_wall_us = expires,
+                 .tenant_salt = tenant};
 }
 
 std::vector<uint32_t> Control::NodesOf(ScopeId scope, const ObjectId& id, LookupAnswer* answer,
@@ -123,18 +124,18 @@ absl::StatusOr<LookupAnswer> Control::Lookup(const std::string& tenant, const Fo
   LookupAnswer answer;
   const auto scope = scopes_.find({tenant, format_id});
   if (scope == scopes_.end()) return answer;
-  answer.match = index_.Match(scope->second, keys,
-                              {.sink_blocks = format.sink_blocks(),
-                               .recent_blocks = format.recent_blocks()});
+  answer.match =
+      index_.Match(scope->second, keys,
+                   {.sink_blocks = format.sink_blocks(), .recent_blocks = format.recent_blocks()});
   absl::flat_hash_map<NodeSlot, uint32_t> places;
   const uint32_t blocks = std::max(answer.match.prefix_blocks, answer.match.resume_boundary);
   answer.blocks.reserve(blocks);
   for (uint32_t i = 0; i < blocks; ++i) {
     LookupAnswer::Block block;
-    block.int2_nodes = NodesOf(scope->second, {.key = keys[i], .codec = Codec::kInt2}, &answer,
-                               &places);
-    block.bf16_nodes = NodesOf(scope->second, {.key = keys[i], .codec = Codec::kBf16}, &answer,
-                               &places);
+    block.int2_nodes =
+        NodesOf(scope->second, {.key = keys[i], .codec = Codec::kInt2}, &answer, &places);
+    block.bf16_nodes =
+        NodesOf(scope->second, {.key = keys[i], .codec = Codec::kBf16}, &answer, &places);
     answer.blocks.push_back(std::move(block));
   }
   return answer;
@@ -179,26 +180,26 @@ PlacementAnswer Control::Grant(const ObjectAnnouncement& object,
 absl::StatusOr<PlacementAnswer> Control::ReserveOne(ScopeId scope, const std::string& write_group,
                                                     const ObjectAnnouncement& object) {
   const auto refuse = [](absl::Status status) {
-    return PlacementAnswer{.status = std::move(status), .node = {}, .write_id = {},
-                           .reservation = {}};
+    return PlacementAnswer{
+        .status = std::move(status), .node = {}, .write_id = {}, .reservation = {}};
   };
   if (index_.Find(scope, object.id) != nullptr) {
     return refuse(absl::AlreadyExistsError("the object is stored"));
   }
   if (const PendingWrite* open = reservations_.Find(object.id); open != nullptr) {
-    if (open->write_group != write_group) {
+    if (nodes_.at(open->node).alive) {
+      if (open->write_group == write_group) return Grant(object, *open);
       return refuse(absl::AbortedError("another writer has reserved the object"));
     }
-    if (nodes_.at(open->node).alive) return Grant(object, *open);
-    PendingWrite lost;
+    PendingWrite lost;  // Its node died: nobody can commit it any more.
     reservations_.Take(object.id, &lost);
     nodes_.at(lost.node).reserved_bytes -= lost.payload_bytes;
   }
   const bool any_alive = std::any_of(nodes_.nodes().begin(), nodes_.nodes().end(),
                                      [](const NodeState& node) { return node.alive; });
   if (!any_alive) return refuse(absl::UnavailableError("no node is alive"));
-  const std::optional<NodeSlot> slot = PlaceObject(nodes_, PreferredNodes(scope, object),
-                                                   object.id.key, object.payload_bytes);
+  const std::optional<NodeSlot> slot =
+      PlaceObject(nodes_, PreferredNodes(scope, object), object.id.key, object.payload_bytes);
   if (!slot.has_value()) {
     return refuse(absl::ResourceExhaustedError(
         absl::StrCat("no node has ", object.payload_bytes, " bytes free")));

@@ -25,7 +25,7 @@ namespace okv {
 
 struct ControlOptions {
   uint32_t heartbeat_interval_ms = 1000;
-  uint32_t node_timeout_ms = 5000;       // Without a heartbeat a node is given up.
+  uint32_t node_timeout_ms = 5000;  // Without a heartbeat a node is given up.
   uint32_t reservation_timeout_ms = 30000;
   uint32_t ticket_lifetime_s = 3600;
 
@@ -91,8 +91,8 @@ struct ClusterStatus {
   uint64_t reservations_count = 0;
 };
 
-// The control plane without its wire: sessions, the index, placement, reservations, nodes. What nodes
-// hold is theirs to say; the index is rebuilt from their inventories. Thread-safe.
+// The control plane without its wire: sessions, the index, placement, reservations, nodes. What
+// nodes hold is theirs to say; the index is rebuilt from their inventories. Thread-safe.
 class Control {
  public:
   // `state` and `clock` outlive it. Errors as the state's.

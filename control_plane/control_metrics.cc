@@ -40,13 +40,12 @@ ControlMetrics::ControlMetrics(const Control* control) : control_(control) {
                      .Name("okv_control_placements_total")
                      .Help("Objects that writers asked to place, by answer")
                      .Register(registry_);
-  lookup_seconds_ =
-      &prometheus::BuildHistogram()
-           .Name("okv_control_lookup_seconds")
-           .Help("Time of a lookup inside the control plane")
-           .Register(registry_)
-           .Add({}, prometheus::Histogram::BucketBoundaries{1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3,
-                                                            1e-2, 3e-2, 1e-1});
+  lookup_seconds_ = &prometheus::BuildHistogram()
+                         .Name("okv_control_lookup_seconds")
+                         .Help("Time of a lookup inside the control plane")
+                         .Register(registry_)
+                         .Add({}, prometheus::Histogram::BucketBoundaries{
+                                      1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1});
 }
 
 void ControlMetrics::CountLookup(const std::string& result, double seconds) {
@@ -69,11 +68,9 @@ std::vector<prometheus::MetricFamily> ControlMetrics::Collect() const {
   prometheus::MetricFamily objects =
       Gauge("okv_control_objects", "Distinct objects that live nodes hold");
   AddValue(&objects, static_cast<double>(status.objects_count));
-  prometheus::MetricFamily reservations =
-      Gauge("okv_control_reservations", "Open reservations");
+  prometheus::MetricFamily reservations = Gauge("okv_control_reservations", "Open reservations");
   AddValue(&reservations, static_cast<double>(status.reservations_count));
-  prometheus::MetricFamily rotations =
-      Gauge("okv_control_rotations", "Published rotation sets");
+  prometheus::MetricFamily rotations = Gauge("okv_control_rotations", "Published rotation sets");
   AddValue(&rotations, static_cast<double>(status.rotations_count));
   for (auto* family : {&nodes, &objects, &reservations, &rotations}) {
     families.push_back(std::move(*family));

@@ -16,8 +16,8 @@ class Histogram;
 
 namespace okv {
 
-// What an operator sees of the control plane. Gauges are read from Control when they are scraped, so
-// they cannot drift from it. Thread-safe. `control` outlives it.
+// What an operator sees of the control plane. Gauges are read from Control when they are scraped,
+// so they cannot drift from it. Thread-safe. `control` outlives it.
 class ControlMetrics final : public prometheus::Collectable {
  public:
   explicit ControlMetrics(const Control* control);

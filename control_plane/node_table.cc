@@ -13,8 +13,8 @@ uint64_t NodeState::FreeBytes() const {
 }
 
 NodeState* NodeTable::Register(const NodeState& description, int64_t now_nanos) {
-  const auto [found, is_new] = slots_.try_emplace(
-      description.node_id, NodeSlot(static_cast<uint32_t>(nodes_.size())));
+  const auto [found, is_new] =
+      slots_.try_emplace(description.node_id, NodeSlot(static_cast<uint32_t>(nodes_.size())));
   if (is_new) nodes_.emplace_back();
   NodeState& node = nodes_[found->second.value()];
   const uint64_t reserved_bytes = node.reserved_bytes;

@@ -11,10 +11,10 @@
 namespace okv {
 
 // Where a new object goes: to the first of `preferred` (nodes that hold the same block in its other
-// codec, then its parent's) that lives and has room, so that a chain stays together; otherwise to the
-// live node with room that wins weighted rendezvous hashing of `key` by free bytes (Schindelhauer and
-// Schomaker 2005: score = -weight / ln(hash), the highest wins), which moves few keys when nodes come
-// and go. Nothing when no live node has `payload_bytes` free.
+// codec, then its parent's) that lives and has room, so that a chain stays together; otherwise to
+// the live node with room that wins weighted rendezvous hashing of `key` by free bytes
+// (Schindelhauer and Schomaker 2005: score = -weight / ln(hash), the highest wins), which moves few
+// keys when nodes come and go. Nothing when no live node has `payload_bytes` free.
 std::optional<NodeSlot> PlaceObject(const NodeTable& nodes, absl::Span<const NodeSlot> preferred,
                                     const BlockKey& key, uint64_t payload_bytes);
 

@@ -11,9 +11,8 @@ const PendingWrite* Reservations::Find(const ObjectId& id) const {
 
 void Reservations::Add(const ObjectId& id, const PendingWrite& reservation) {
   OKV_CHECK(open_.emplace(id, reservation).second);
-  deadlines_.push_back({.expires_nanos = reservation.expires_nanos,
-                        .id = id,
-                        .write_id = reservation.write_id});
+  deadlines_.push_back(
+      {.expires_nanos = reservation.expires_nanos, .id = id, .write_id = reservation.write_id});
 }
 
 bool Reservations::Take(const ObjectId& id, PendingWrite* taken) {

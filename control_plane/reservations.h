@@ -23,8 +23,8 @@ struct PendingWrite {
   int64_t expires_nanos = 0;  // Clock::NowNanos()
 };
 
-// Open reservations: a writer that dies gives its room back when they expire, with no further traffic.
-// Thread-compatible: the control plane guards it.
+// Open reservations: a writer that dies gives its room back when they expire, with no further
+// traffic. Thread-compatible: the control plane guards it.
 class Reservations {
  public:
   // Null when the object has none.

@@ -14,7 +14,9 @@ constexpr absl::string_view kRotationPrefix = "rotation/";
 constexpr absl::string_view kPublishedPrefix = "rotation_published_wall_us/";
 constexpr absl::string_view kFormatPrefix = "format/";
 
-std::string RotationKey(const RotationHash& hash) { return absl::StrCat(kRotationPrefix, hash.Hex()); }
+std::string RotationKey(const RotationHash& hash) {
+  return absl::StrCat(kRotationPrefix, hash.Hex());
+}
 
 RotationInfo Describe(const RotationSet& set, const RotationHash& hash, uint64_t file_bytes,
                       int64_t published_wall_us) {
@@ -45,8 +47,8 @@ absl::Status RotationRegistry::Load() {
   for (const auto& [key, file] : rotations) {
     const absl::StatusOr<RotationSet> set = RotationSet::Parse(file);
     if (!set.ok()) {
-      return absl::DataLossError(absl::StrCat("state: '", key, "': ",
-                                              absl::string_view(set.status().message())));
+      return absl::DataLossError(
+          absl::StrCat("state: '", key, "': ", absl::string_view(set.status().message())));
     }
     const RotationHash hash = set->hash();
     int64_t published_wall_us = 0;
@@ -69,8 +71,7 @@ absl::StatusOr<RotationRegistry::Published> RotationRegistry::Publish(const std:
   MutexLock lock(&mu_);
   if (rotations_.contains(hash)) return Published{.hash = hash, .already_known = true};
   const int64_t now = clock_->WallMicros();
-  OKV_RETURN_IF_ERROR(
-      state_->Put(absl::StrCat(kPublishedPrefix, hash.Hex()), absl::StrCat(now)));
+  OKV_RETURN_IF_ERROR(state_->Put(absl::StrCat(kPublishedPrefix, hash.Hex()), absl::StrCat(now)));
   OKV_RETURN_IF_ERROR(state_->Put(RotationKey(hash), file));
   rotations_[hash] = Describe(set, hash, file.size(), now);
   return Published{.hash = hash, .already_known = false};
@@ -91,7 +92,8 @@ std::vector<RotationInfo> RotationRegistry::List(const std::string& model) const
     }
   }
   std::sort(list.begin(), list.end(), [](const RotationInfo& a, const RotationInfo& b) {
-    return std::make_pair(a.published_wall_us, a.hash) < std::make_pair(b.published_wall_us, b.hash);
+    return std::make_pair(a.published_wall_us, a.hash) <
+           std::make_pair(b.published_wall_us, b.hash);
   });
   return list;
 }
@@ -102,8 +104,8 @@ absl::StatusOr<Format> RotationRegistry::RegisterFormat(const std::string& canon
   MutexLock lock(&mu_);
   if (formats_.contains(id)) return format;
   if (!rotations_.contains(format.rotation_hash)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "field 'rotation_hash': no rotation set ", format.rotation_hash.Hex(), " is published"));
+    return absl::FailedPreconditionError(absl::StrCat("field 'rotation_hash': no rotation set ",
+                                                      format.rotation_hash.Hex(), " is published"));
   }
   OKV_ASSIGN_OR_RETURN(const std::string file, state_->Get(RotationKey(format.rotation_hash)));
   OKV_ASSIGN_OR_RETURN(const RotationSet set, RotationSet::Parse(file));

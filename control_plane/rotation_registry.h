@@ -35,7 +35,8 @@ struct RotationInfo {
 // Thread-safe.
 class RotationRegistry {
  public:
-  // Reads what `state` holds; it outlives the registry. kDataLoss naming a set that no longer parses.
+  // Reads what `state` holds; it outlives the registry. kDataLoss naming a set that no longer
+  // parses.
   static absl::StatusOr<std::unique_ptr<RotationRegistry>> Open(State* state, const Clock* clock);
 
   struct Published {
@@ -51,9 +52,9 @@ class RotationRegistry {
   // Those of `model`, or all when it is empty.
   std::vector<RotationInfo> List(const std::string& model) const;
 
-  // Takes a format (canonical bytes) into use. kInvalidArgument: Format::Parse. kFailedPrecondition:
-  // its rotation set is not published ("rotation_hash"), or is for another geometry; the message names
-  // the field.
+  // Takes a format (canonical bytes) into use. kInvalidArgument: Format::Parse.
+  // kFailedPrecondition: its rotation set is not published ("rotation_hash"), or is for another
+  // geometry; the message names the field.
   absl::StatusOr<Format> RegisterFormat(const std::string& canonical);
   // kFailedPrecondition when no session was opened with that format.
   absl::StatusOr<Format> FindFormat(const FormatId& id) const;

@@ -2,7 +2,6 @@
 
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/server_builder.h>
-
 #include <prometheus/text_serializer.h>
 
 #include <chrono>
@@ -66,6 +65,7 @@ class GrpcControlServer final : public ControlServer {
         service_(control_.get(), &metrics_) {}
   ~GrpcControlServer() override {
     // Calls in flight get a second to end.
+    if (server_ == nullptr) return;  // Serve failed.
     server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
   }
 

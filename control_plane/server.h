@@ -26,8 +26,8 @@ class ControlServer {
  public:
   virtual ~ControlServer() = default;  // Stops.
 
-  // Starts serving. kUnavailable naming the address that is in use, or the data directory that cannot
-  // be opened.
+  // Starts serving. kUnavailable naming the address that is in use, or the data directory that
+  // cannot be opened.
   static absl::StatusOr<std::unique_ptr<ControlServer>> Start(const ControlServerOptions& options);
 
   // host:port with the port bound.

@@ -22,9 +22,9 @@ grpc::Status ToGrpc(const absl::Status& status) {
 
 absl::Status CheckVersion(uint32_t major, uint32_t minor) {
   if (ProtocolCompatible(major, minor)) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("protocol ", major, ".", minor, " there, ", kProtocolMajor, ".", kProtocolMinor,
-                   " here: not compatible"));
+  return absl::FailedPreconditionError(absl::StrCat("protocol ", major, ".", minor, " there, ",
+                                                    kProtocolMajor, ".", kProtocolMinor,
+                                                    " here: not compatible"));
 }
 
 absl::Status CheckCount(absl::string_view what, int count) {
@@ -58,9 +58,8 @@ absl::Status ReadObject(const Message& message, ObjectAnnouncement* object) {
   object->index = BlockIndex(message.index());
   object->payload_bytes = message.payload_bytes();
   if (message.parent().empty() != (message.index() == 0)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("block ", message.index(), message.parent().empty() ? " lacks its" : " has a",
-                     " parent"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "block ", message.index(), message.parent().empty() ? " lacks its" : " has a", " parent"));
   }
   if (message.parent().empty()) return absl::OkStatus();
   return ReadDigest("parent", message.parent(), &object->parent.emplace());
@@ -128,8 +127,8 @@ absl::Status DoLookup(Control* control, const v1::LookupRequest& request,
   return absl::OkStatus();
 }
 
-absl::Status DoReserve(Control* control, ControlMetrics* metrics,
-                       const v1::ReserveRequest& request, v1::ReserveResponse* response) {
+absl::Status DoReserve(Control* control, ControlMetrics* metrics, const v1::ReserveRequest& request,
+                       v1::ReserveResponse* response) {
   OKV_RETURN_IF_ERROR(CheckCount("objects", request.objects_size()));
   FormatId format_id;
   OKV_RETURN_IF_ERROR(ReadDigest("format_id", request.format_id(), &format_id));
@@ -188,8 +187,7 @@ absl::Status DoRegister(Control* control, const v1::RegisterNodeRequest& request
   return absl::OkStatus();
 }
 
-absl::Status DoInventory(Control* control,
-                         grpc::ServerReader<v1::ReportInventoryRequest>* reader,
+absl::Status DoInventory(Control* control, grpc::ServerReader<v1::ReportInventoryRequest>* reader,
                          v1::ReportInventoryResponse* response) {
   std::string node_id;
   uint64_t epoch = 0;
@@ -236,10 +234,10 @@ grpc::Status ControlService::Lookup(grpc::ServerContext* context, const v1::Look
                                     v1::LookupResponse* response) {
   const absl::Time start = absl::Now();
   const absl::Status status = DoLookup(control_, *request, response);
-  metrics_->CountLookup(!status.ok()                        ? "error"
+  metrics_->CountLookup(!status.ok()                      ? "error"
                         : response->resume_boundary() > 0 ? "hit"
                         : response->prefix_blocks() > 0   ? "prefix"
-                                                            : "miss",
+                                                          : "miss",
                         absl::ToDoubleSeconds(absl::Now() - start));
   return ToGrpc(status);
 }
@@ -250,9 +248,9 @@ grpc::Status ControlService::Reserve(grpc::ServerContext* context,
   return ToGrpc(DoReserve(control_, metrics_, *request, response));
 }
 
-grpc::Status ControlService::PublishRotation(
-    grpc::ServerContext* context, grpc::ServerReader<v1::PublishRotationRequest>* reader,
-    v1::PublishRotationResponse* response) {
+grpc::Status ControlService::PublishRotation(grpc::ServerContext* context,
+                                             grpc::ServerReader<v1::PublishRotationRequest>* reader,
+                                             v1::PublishRotationResponse* response) {
   return ToGrpc(DoPublish(control_, reader, response));
 }
 
@@ -308,9 +306,9 @@ grpc::Status ControlService::Heartbeat(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
-grpc::Status ControlService::ReportInventory(
-    grpc::ServerContext* context, grpc::ServerReader<v1::ReportInventoryRequest>* reader,
-    v1::ReportInventoryResponse* response) {
+grpc::Status ControlService::ReportInventory(grpc::ServerContext* context,
+                                             grpc::ServerReader<v1::ReportInventoryRequest>* reader,
+                                             v1::ReportInventoryResponse* response) {
   return ToGrpc(DoInventory(control_, reader, response));
 }
 

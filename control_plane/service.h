@@ -25,8 +25,7 @@ class ControlService final : public v1::ControlPlane::Service {
                                v1::PublishRotationResponse* response) override;
   grpc::Status GetRotation(grpc::ServerContext* context, const v1::GetRotationRequest* request,
                            grpc::ServerWriter<v1::GetRotationResponse>* writer) override;
-  grpc::Status ListRotations(grpc::ServerContext* context,
-                             const v1::ListRotationsRequest* request,
+  grpc::Status ListRotations(grpc::ServerContext* context, const v1::ListRotationsRequest* request,
                              v1::ListRotationsResponse* response) override;
   grpc::Status RegisterNode(grpc::ServerContext* context, const v1::RegisterNodeRequest* request,
                             v1::RegisterNodeResponse* response) override;
@@ -35,8 +34,7 @@ class ControlService final : public v1::ControlPlane::Service {
   grpc::Status ReportInventory(grpc::ServerContext* context,
                                grpc::ServerReader<v1::ReportInventoryRequest>* reader,
                                v1::ReportInventoryResponse* response) override;
-  grpc::Status ReportCommits(grpc::ServerContext* context,
-                             const v1::ReportCommitsRequest* request,
+  grpc::Status ReportCommits(grpc::ServerContext* context, const v1::ReportCommitsRequest* request,
                              v1::ReportCommitsResponse* response) override;
   grpc::Status GetClusterStatus(grpc::ServerContext* context,
                                 const v1::GetClusterStatusRequest* request,

@@ -8,8 +8,8 @@
 
 namespace okv {
 
-// The embedded default: RocksDB in `directory`, created if need be. kUnavailable naming the directory
-// when it cannot be written, or when another process has it.
+// The embedded default: RocksDB in `directory`, created if need be. kUnavailable naming the
+// directory when it cannot be written, or when another process has it.
 absl::StatusOr<std::unique_ptr<State>> OpenRocksdbState(const std::string& directory);
 
 }  // namespace okv

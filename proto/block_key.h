@@ -23,7 +23,7 @@ struct ExtraKey {
 struct BlockKeyInput {
   FormatId format_id;
   absl::string_view tenant_salt;
-  std::optional<BlockKey> parent;  // Absent for block 0 only: absence is typed, not zero.
+  std::optional<BlockKey> parent;     // Absent for block 0 only: absence is typed, not zero.
   absl::Span<const uint32_t> tokens;  // block_tokens ids.
   absl::Span<const ExtraKey> extra_keys;
 };

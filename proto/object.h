@@ -22,7 +22,7 @@ struct ObjectHeader {
   std::optional<BlockKey> parent;  // Absent for block 0.
   BlockIndex index;
   uint64_t payload_bytes = 0;
-  uint64_t generation = 0;  // The write id that committed it.
+  uint64_t generation = 0;          // The write id that committed it.
   std::vector<uint32_t> checksums;  // [layers, kv_heads], layer-major.
 
   bool operator==(const ObjectHeader&) const = default;

@@ -21,7 +21,7 @@ struct RotationSet {
   std::vector<uint32_t> layer_ids;  // Ascending.
   uint32_t kv_heads = 0;
   uint32_t head_dim = 0;
-  uint32_t group_size = 0;     // The group that P_br was built for.
+  uint32_t group_size = 0;      // The group that P_br was built for.
   uint32_t rotation_heads = 1;  // 1: one rotation a layer; kv_heads: one a head.
   std::string method;           // "oscar", "hadamard", "none".
 

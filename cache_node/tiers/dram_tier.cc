@@ -39,11 +39,12 @@ absl::Status DramTier::Put(absl::Span<const TierWrite> group) {
 absl::Status DramTier::Read(const ObjectId& id, absl::Span<uint8_t> buffer) {
   MutexLock lock(&mu_);
   const auto found = objects_.find(id);
-  if (found == objects_.end()) return absl::NotFoundError(absl::StrCat(id.key.Short(), ": not in dram"));
+  if (found == objects_.end())
+    return absl::NotFoundError(absl::StrCat(id.key.Short(), ": not in dram"));
   const absl::Span<uint8_t> payload = found->second.extent.span();
   if (payload.size() != buffer.size()) {
-    return absl::DataLossError(absl::StrCat(id.key.Short(), ": ", payload.size(),
-                                            " bytes in dram, not ", buffer.size()));
+    return absl::DataLossError(
+        absl::StrCat(id.key.Short(), ": ", payload.size(), " bytes in dram, not ", buffer.size()));
   }
   std::memcpy(buffer.data(), payload.data(), payload.size());
   return absl::OkStatus();

@@ -119,10 +119,11 @@ std::vector<rocksdb::ColumnFamilyDescriptor> FamilyDescriptors() {
       options.enable_blob_files = true;
       options.min_blob_size = 0;
       options.blob_file_size = uint64_t{256} << 20;
-      // The only thing that gives a removed payload's space back.
-      options.enable_blob_garbage_collection = true;
-      options.blob_garbage_collection_age_cutoff = 1.0;
-      options.blob_garbage_collection_force_threshold = 0.5;
+      // Compactions then move keys only, never payloads: blob garbage collection would copy live
+      // ones again and again, and one damaged blob that it meets makes the whole database read-only
+      // (seen on 7.8.3). Without it a blob file goes when the last of its payloads was removed;
+      // only quarantined objects are removed here.
+      options.enable_blob_garbage_collection = false;
     }
     families.emplace_back(kFamilyNames[family], options);
   }
@@ -149,8 +150,8 @@ class RocksdbTier::DirectoryLock {
     const std::string path = absl::StrCat(data_dir, "/NODE_LOCK");
     const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (fd < 0) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "data_dir '", data_dir, "' cannot be written: ", std::strerror(errno)));
+      return absl::FailedPreconditionError(
+          absl::StrCat("data_dir '", data_dir, "' cannot be written: ", std::strerror(errno)));
     }
     auto lock = std::make_unique<DirectoryLock>(fd);
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
@@ -212,9 +213,9 @@ absl::Status RocksdbTier::AdoptNodeId() {
   const rocksdb::Status found = db_->Get(rocksdb::ReadOptions(), AsSlice(kNodeIdKey), &node_id_);
   if (found.ok()) {
     if (options_.node_id.empty() || options_.node_id == node_id_) return absl::OkStatus();
-    return absl::FailedPreconditionError(
-        absl::StrCat("data_dir '", options_.data_dir, "' belongs to node '", node_id_, "', not to '",
-                     options_.node_id, "'"));
+    return absl::FailedPreconditionError(absl::StrCat("data_dir '", options_.data_dir,
+                                                      "' belongs to node '", node_id_,
+                                                      "', not to '", options_.node_id, "'"));
   }
   if (!found.IsNotFound()) return FromRocksdb("reading the node id", found);
   node_id_ = options_.node_id.empty() ? RandomNodeId() : options_.node_id;
@@ -284,9 +285,9 @@ absl::Status RocksdbTier::Put(absl::Span<const TierWrite> group) {
     OKV_CHECK(write.payload.size() == write.object->header.payload_bytes);
     const std::string key = RowKey(write.object->header.id);
     batch.Put(families_[kIndex], key, IndexRow(*write.object));
-    batch.Put(families_[kPayload], key,
-              rocksdb::Slice(reinterpret_cast<const char*>(write.payload.data()),
-                             write.payload.size()));
+    batch.Put(
+        families_[kPayload], key,
+        rocksdb::Slice(reinterpret_cast<const char*>(write.payload.data()), write.payload.size()));
     bytes += CostBytes(*write.object);
   }
   const absl::Status status = FromRocksdb("writing objects", db_->Write(NoLog(), &batch));
@@ -318,8 +319,8 @@ absl::Status RocksdbTier::Read(const ObjectId& id, absl::Span<uint8_t> buffer) {
   const rocksdb::Status status = db_->Get(options, families_[kPayload], RowKey(id), &payload);
   OKV_RETURN_IF_ERROR(FromRocksdb(absl::StrCat("reading ", id.key.Short()), status));
   if (payload.size() != buffer.size()) {
-    return absl::DataLossError(absl::StrCat(id.key.Short(), ": ", payload.size(),
-                                            " bytes on disk, not ", buffer.size()));
+    return absl::DataLossError(
+        absl::StrCat(id.key.Short(), ": ", payload.size(), " bytes on disk, not ", buffer.size()));
   }
   std::memcpy(buffer.data(), payload.data(), payload.size());
   return absl::OkStatus();
@@ -337,9 +338,8 @@ absl::Status RocksdbTier::Remove(const ObjectId& id) {
   OKV_RETURN_IF_ERROR(FromRocksdb("removing an object", db_->Write(NoLog(), &batch)));
   absl::StatusOr<TierRecord> record = ParseIndexRow(key, row);
   if (!record.ok()) return absl::OkStatus();  // It was never counted.
-  const HeldObject object{.header = std::move(record->header),
-                          .tenant = std::move(record->tenant),
-                          .layout = {}};
+  const HeldObject object{
+      .header = std::move(record->header), .tenant = std::move(record->tenant), .layout = {}};
   MutexLock lock(&mu_);
   used_bytes_ -= CostBytes(object);
   --objects_count_;

@@ -22,7 +22,8 @@ namespace okv {
 struct RocksdbTierOptions {
   std::string data_dir;     // Created when missing; belongs to one node.
   uint64_t disk_bytes = 0;  // Limit on CostBytes of what is stored.
-  // The id the directory must have, or gets when it is new. Empty: the directory's, or a random one.
+  // The id the directory must have, or gets when it is new. Empty: the directory's, or a random
+  // one.
   std::string node_id;
 
   // kInvalidArgument naming the field.
@@ -31,17 +32,16 @@ struct RocksdbTierOptions {
 
 // Payloads in RocksDB. Column families:
 //   index    (key, codec) -> tenant, encoded ObjectHeader   a restart reads only this
-//   payload  (key, codec) -> payload                        in blob files: written once, never merged
-//   formats  format id -> Format::Canonical()
-//   default  "node_id" -> the node's id
+//   payload  (key, codec) -> payload                        in blob files: written once, never
+//   merged formats  format id -> Format::Canonical() default  "node_id" -> the node's id
 // An object's two rows, and the format they need, become durable together: one batch, and an atomic
-// flush over all families. No write-ahead log: with it a payload is written twice (measured: 2.0x the
-// bytes against 1.0x), and what it would save is still in the tier above until Flush returned.
+// flush over all families. No write-ahead log: with it a payload is written twice (measured: 2.0x
+// the bytes against 1.0x), and what it would save is still in the tier above until Flush returned.
 // Thread-safe.
 class RocksdbTier final : public Tier {
  public:
-  // kFailedPrecondition naming the directory when it cannot be created or written, is open in another
-  // node, or belongs to another node id; kDataLoss when RocksDB finds it damaged.
+  // kFailedPrecondition naming the directory when it cannot be created or written, is open in
+  // another node, or belongs to another node id; kDataLoss when RocksDB finds it damaged.
   static absl::StatusOr<std::unique_ptr<RocksdbTier>> Open(const RocksdbTierOptions& options);
   ~RocksdbTier() override;
 

@@ -24,8 +24,8 @@ absl::StatusOr<SocketAddress> ParseAddress(const std::string& address);
 // The numeric "host:port" that ParseAddress reads.
 std::string AddressText(const sockaddr_storage& storage);
 
-// kInvalidArgument naming `field` unless `address` is on this machine alone: nothing authenticates or
-// encrypts a port yet, so no program binds to any other. Errors of ParseAddress, too.
+// kInvalidArgument naming `field` unless `address` is on this machine alone: nothing authenticates
+// or encrypts a port yet, so no program binds to any other. Errors of ParseAddress, too.
 absl::Status CheckLoopback(absl::string_view field, const std::string& address);
 
 }  // namespace okv

@@ -99,8 +99,9 @@ struct UcxTransportOptions {
   // Transports as UCX_TLS takes them, "^" in front of those not to use; empty: UCX's choice.
   // Without UCX's shared memory: an endpoint to a killed or stopped process whose queue is full
   // never closes there (1.13: uct_mm_ep_flush ignores the cancel flag; one kill in five hung), and
-  // a deadline could not be kept. Over loopback tcp the same kills settle in milliseconds, at about
-  // half the bandwidth. "all" is for measurements between processes that nobody kills.
+  // no deadline could be kept. Over loopback tcp the same kills settle in milliseconds. Payloads of
+  // 1.27 MiB between two processes on 2 cores: 3.8 GB/s over tcp, 4.3 over shared memory. "all" is
+  // for measurements between processes that nobody kills.
   std::string tls = "^posix,sysv";
   // Network devices as UCX_NET_DEVICES takes them. UCX is neither encrypted nor hardened against
   // its peers, so that it stays on the loopback device unless told otherwise; empty: every device.

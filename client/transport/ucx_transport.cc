@@ -44,6 +44,14 @@ absl::Status UcxError(absl::string_view what, ucs_status_t status) {
   return absl::UnavailableError(absl::StrCat(what, ": ", ucs_status_string(status)));
 }
 
+// UCX holds an operation as a plain pointer until it completes it.
+UcxOperation* HandToUcx(UcxOperation operation) {
+  return std::make_unique<UcxOperation>(std::move(operation)).release();
+}
+std::unique_ptr<UcxOperation> TakeFromUcx(UcxOperation* operation) {
+  return std::unique_ptr<UcxOperation>(operation);
+}
+
 // The completion of whatever was started for `operation`, whether UCX calls back or not.
 void Completed(UcxOperation* operation, ucs_status_t status) {
   operation->connection->OnCompleted(operation, status);
@@ -129,10 +137,10 @@ void UcxConnection::Send(MessageType type, absl::string_view message) {
 }
 
 void UcxConnection::StartSmall(unsigned id, std::string header, std::string message) {
-  auto* operation = new UcxOperation{.kind = UcxOperation::Kind::kSmall,
-                                     .connection = this,
-                                     .header = std::move(header),
-                                     .message = std::move(message)};
+  UcxOperation* operation = HandToUcx({.kind = UcxOperation::Kind::kSmall,
+                                       .connection = this,
+                                       .header = std::move(header),
+                                       .message = std::move(message)});
   ++pending_;
   const ucp_request_param_t param =
       SendParam(operation, UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_REPLY);
@@ -175,10 +183,10 @@ void UcxConnection::StartReceive(UcxBulkReceive* bulk, absl::Span<uint8_t> buffe
   }
   offers_.erase(bulk);
   bulk->connection_ = nullptr;
-  auto* operation = new UcxOperation{.kind = UcxOperation::Kind::kReceive,
-                                     .connection = this,
-                                     .sequence = bulk->sequence_,
-                                     .done = std::move(done)};
+  UcxOperation* operation = HandToUcx({.kind = UcxOperation::Kind::kReceive,
+                                       .connection = this,
+                                       .sequence = bulk->sequence_,
+                                       .done = std::move(done)});
   ++pending_;
   ucp_request_param_t param = {};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
@@ -209,10 +217,10 @@ void UcxConnection::OnCompleted(UcxOperation* operation, ucs_status_t status) {
       if (status != UCS_OK && open_) {
         transport_->Push({.kind = Event::Kind::kFailed, .connection = this, .status = status});
       }
-      delete operation;
+      TakeFromUcx(operation);
       return;
     case UcxOperation::Kind::kClose:
-      delete operation;
+      TakeFromUcx(operation);
       return;
     case UcxOperation::Kind::kBulkSend:
       transport_->Push({.kind = Event::Kind::kSent,
@@ -296,7 +304,7 @@ void UcxConnection::Deliver(Event* event) {
       FinishSend(event->operation);
       return;
     case Event::Kind::kReceived: {
-      const std::unique_ptr<UcxOperation> operation(event->operation);
+      const std::unique_ptr<UcxOperation> operation = TakeFromUcx(event->operation);
       if (event->status != UCS_OK) {
         Fail(UcxError(peer_, event->status));
         operation->done(ClosedStatus());
@@ -364,7 +372,7 @@ void UcxConnection::StartClose() {
   transport_->Closing(this, endpoint);
   if (endpoint == nullptr) return;
   // Force: without it UCX would first push out what is queued, to a peer that may not read.
-  auto* operation = new UcxOperation{.kind = UcxOperation::Kind::kClose, .connection = this};
+  UcxOperation* operation = HandToUcx({.kind = UcxOperation::Kind::kClose, .connection = this});
   ++pending_;
   const ucp_request_param_t param = SendParam(operation, UCP_EP_CLOSE_FLAG_FORCE);
   Started(operation, ucp_ep_close_nbx(endpoint, &param));

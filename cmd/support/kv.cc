@@ -51,8 +51,7 @@ RotationSet IdentityRotations(const ModelConfig& config) {
 }
 
 absl::StatusOr<std::vector<uint32_t>> ReadTokens(const Tokenizer& tokenizer,
-                                                 const std::string& path,
-                                                 const TokenRange& range) {
+                                                 const std::string& path, const TokenRange& range) {
   OKV_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
   std::vector<uint32_t> tokens = tokenizer.Encode(text);
   const uint64_t needed = uint64_t{range.skip_tokens} + range.tokens_count;
@@ -69,8 +68,9 @@ absl::StatusOr<RotationSet> ReadRotationFile(const std::string& path) {
   OKV_ASSIGN_OR_RETURN(const std::string bytes, ReadFile(path));
   absl::StatusOr<RotationSet> set = RotationSet::Parse(bytes);
   if (set.ok()) return set;
-  return absl::Status(set.status().code(), absl::StrCat("rotation set '", path, "': ",
-                                                        absl::string_view(set.status().message())));
+  return absl::Status(
+      set.status().code(),
+      absl::StrCat("rotation set '", path, "': ", absl::string_view(set.status().message())));
 }
 
 absl::StatusOr<std::unique_ptr<Sequence>> MakeSequence(const ModelConfig& config,

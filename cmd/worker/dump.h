@@ -8,16 +8,16 @@
 
 namespace okv {
 
-// Runs text through the model with a BF16 cache and dumps post-RoPE Q and K and raw V of every layer
-// for okv-calibrate (calib/dump.h).
+// Runs text through the model with a BF16 cache and dumps post-RoPE Q and K and raw V of every
+// layer for okv-calibrate (calib/dump.h).
 struct DumpOptions {
   std::string model;
-  std::string text;           // Text file.
-  uint32_t skip_tokens = 0;   // Left out at the beginning of the text.
-  uint32_t tokens = 8192;     // A multiple of window.
-  uint32_t window = 2048;     // Tokens of one sequence.
-  uint32_t threads = 0;       // 0: one per core.
-  std::string out;            // Directory, created.
+  std::string text;          // Text file.
+  uint32_t skip_tokens = 0;  // Left out at the beginning of the text.
+  uint32_t tokens = 8192;    // A multiple of window.
+  uint32_t window = 2048;    // Tokens of one sequence.
+  uint32_t threads = 0;      // 0: one per core.
+  std::string out;           // Directory, created.
 
   absl::Status Validate() const;
 };

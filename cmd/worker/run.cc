@@ -94,11 +94,11 @@ absl::StatusOr<std::vector<uint32_t>> MakePrompt(const RunOptions& options,
 }
 
 absl::Status OpenCluster(const RunOptions& options, Worker* worker) {
-  OKV_ASSIGN_OR_RETURN(worker->transport, CreateUcxTransport({.tls = options.ucx_tls,
-                                                              .require_rdma = options.require_rdma}));
-  OKV_ASSIGN_OR_RETURN(worker->cluster,
-                       Cluster::Connect(MakeClusterOptions(options), worker->format,
-                                        worker->transport.get()));
+  OKV_ASSIGN_OR_RETURN(
+      worker->transport,
+      CreateUcxTransport({.tls = options.ucx_tls, .require_rdma = options.require_rdma}));
+  OKV_ASSIGN_OR_RETURN(worker->cluster, Cluster::Connect(MakeClusterOptions(options),
+                                                         worker->format, worker->transport.get()));
   return absl::OkStatus();
 }
 
@@ -112,8 +112,8 @@ absl::Status Resume(const RunOptions& options, Worker* worker, RunReport* report
   report->fetched_objects = resumed.fetched_objects;
   report->fetched_bytes = resumed.fetched_bytes;
   if (resumed.hit_tokens == 0) {
-    report->miss_reason = resumed.fetch_status.ok() ? "no resume point is held"
-                                                    : resumed.fetch_status.ToString();
+    report->miss_reason =
+        resumed.fetch_status.ok() ? "no resume point is held" : resumed.fetch_status.ToString();
   }
   return absl::OkStatus();
 }
@@ -142,8 +142,7 @@ absl::Status HashObjects(const Worker& worker, bool whole, PieceHash* hash) {
       whole ? full_blocks : static_cast<uint32_t>((worker.tokens.size() - 1) / kBlockTokens);
   for (const PlannedObject& object :
        PlanStore(worker.format, BlockIndex(boundary), whole, full_blocks)) {
-    OKV_ASSIGN_OR_RETURN(const std::vector<uint8_t> payload,
-                         MakePayload(*worker.sequence, object));
+    OKV_ASSIGN_OR_RETURN(const std::vector<uint8_t> payload, MakePayload(*worker.sequence, object));
     hash->Add(absl::string_view(reinterpret_cast<const char*>(payload.data()), payload.size()));
   }
   return absl::OkStatus();
@@ -216,8 +215,9 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
   OKV_ASSIGN_OR_RETURN(worker.model, Model::Load(options.model, &worker.pool));
   const ModelConfig& config = worker.model->config();
   OKV_ASSIGN_OR_RETURN(worker.rotations, LoadRotations(options));
-  worker.format = MakeFormat(config, worker.rotations, {.sink_tokens = options.sink_tokens,
-                                                        .recent_tokens = options.recent_tokens});
+  worker.format =
+      MakeFormat(config, worker.rotations,
+                 {.sink_tokens = options.sink_tokens, .recent_tokens = options.recent_tokens});
   OKV_ASSIGN_OR_RETURN(worker.tokens, MakePrompt(options, worker.model->tokenizer()));
   const uint32_t prompt_tokens = static_cast<uint32_t>(worker.tokens.size());
   OKV_ASSIGN_OR_RETURN(worker.sequence,
@@ -238,8 +238,8 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
   OKV_RETURN_IF_ERROR(HashObjects(worker, /*whole=*/true, &objects));
   report.objects_sha256 = objects.Hex();
   if (options.store_finished) {
-    const StoreResult stored = StoreFinished(worker.cluster.get(), *worker.sequence,
-                                             worker.tokens, write_group, options.deadline);
+    const StoreResult stored = StoreFinished(worker.cluster.get(), *worker.sequence, worker.tokens,
+                                             write_group, options.deadline);
     report.finished_objects = stored.stored_objects + stored.present_objects;
     report.finished_bytes = stored.stored_bytes;
     AddFailures(stored, &report);

@@ -14,24 +14,24 @@ namespace okv {
 // One prompt through the reference decode worker: resume what the cluster holds, prefill the rest,
 // store, generate.
 struct RunOptions {
-  std::string model;        // GGUF file.
-  std::string rotation;     // Rotation set file, or the hash (64 hex digits) of a published one.
+  std::string model;     // GGUF file.
+  std::string rotation;  // Rotation set file, or the hash (64 hex digits) of a published one.
   uint32_t sink_tokens = 64;
   uint32_t recent_tokens = 256;
 
   std::string prompt_file;  // Text; its first prompt_tokens tokens (0 = all) open the prompt.
   uint32_t prompt_tokens = 0;
-  std::string ending;       // Text put behind them.
+  std::string ending;                   // Text put behind them.
   std::vector<uint32_t> ending_tokens;  // Token ids put behind that.
   uint32_t max_new_tokens = 32;
-  float temperature = 0;    // 0: greedy.
+  float temperature = 0;  // 0: greedy.
   uint32_t top_k = 0;
   float top_p = 1;
   uint64_t seed = 0;
   uint32_t prefill_chunk = 512;
-  uint32_t threads = 0;     // 0: one per core.
+  uint32_t threads = 0;  // 0: one per core.
 
-  std::string control;      // Empty: no cluster, everything is computed here.
+  std::string control;  // Empty: no cluster, everything is computed here.
   std::string tenant = "default";
   std::string ucx_tls;
   bool require_rdma = false;
@@ -55,18 +55,18 @@ struct RunReport {
   std::string miss_reason;      // Why hit_tokens is 0 although a cluster was asked.
   uint32_t stored_objects = 0;  // By this run, or found in place.
   uint64_t stored_bytes = 0;
-  uint64_t bf16_bytes = 0;      // The same blocks in BF16.
-  uint64_t history_bytes = 0;   // The int2 objects among stored_bytes.
+  uint64_t bf16_bytes = 0;     // The same blocks in BF16.
+  uint64_t history_bytes = 0;  // The int2 objects among stored_bytes.
   uint64_t history_bf16_bytes = 0;
   uint32_t finished_objects = 0;  // What store_finished stored or found in place.
   uint64_t finished_bytes = 0;
   std::vector<std::string> store_failures;
-  double ttft_s = 0;            // Lookup, fetch and prefill, to the first token.
-  double decode_s = 0;          // The tokens after the first.
+  double ttft_s = 0;             // Lookup, fetch and prefill, to the first token.
+  double decode_s = 0;           // The tokens after the first.
   std::vector<uint32_t> tokens;  // Generated.
   std::string text;
-  std::string logits_sha256;    // Over the logits of every sampled position.
-  std::string objects_sha256;   // Over the payloads this run stores, or would store.
+  std::string logits_sha256;   // Over the logits of every sampled position.
+  std::string objects_sha256;  // Over the payloads this run stores, or would store.
 
   std::string ToJson() const;
 };

@@ -25,16 +25,14 @@ uint64_t Seed() {
 }
 
 TEST(BlockPoolTest, AnArenaBelowTheMinimumIsRefused) {
-  EXPECT_TRUE(absl::IsInvalidArgument(BlockPool::Create({.arena_bytes = 4096, .prefault = false,
-                                                         .progress = {}})
-                                          .status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(
+      BlockPool::Create({.arena_bytes = 4096, .prefault = false, .progress = {}}).status()));
 }
 
 TEST(BlockPoolTest, MemoryThatCannotBeMappedIsResourceExhausted) {
-  EXPECT_TRUE(absl::IsResourceExhausted(BlockPool::Create({.arena_bytes = uint64_t{1} << 60,
-                                                           .prefault = false,
-                                                           .progress = {}})
-                                            .status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(
+      BlockPool::Create({.arena_bytes = uint64_t{1} << 60, .prefault = false, .progress = {}})
+          .status()));
 }
 
 TEST(BlockPoolTest, PrefaultReportsItsEnd) {
@@ -141,8 +139,8 @@ TEST(BlockPoolTest, RandomCallsAgreeWithAMapOfPages) {
       holes += !used[page] && (page == 0 || used[page - 1]);
     }
     ASSERT_EQ(pool->holes_count(), holes) << "neighbours did not coalesce";
-    ASSERT_EQ(pool->used_bytes(),
-              kExtentAlignBytes * static_cast<uint64_t>(std::count(used.begin(), used.end(), true)));
+    ASSERT_EQ(pool->used_bytes(), kExtentAlignBytes * static_cast<uint64_t>(std::count(
+                                                          used.begin(), used.end(), true)));
     ASSERT_EQ(pool->extents_count(), held.size());
   }
   EXPECT_GT(exhausted_count, 0u);

@@ -37,24 +37,24 @@ class MembershipTest : public testing::Test {
     EXPECT_TRUE(options.Validate().ok());
     return std::make_unique<Membership>(
         options,
-        Membership::Parts{
-            .tiers =
-                [] {
-                  return std::vector<std::pair<std::string, TierStats>>{
-                      {"dram", {.capacity_bytes = 10, .used_bytes = 5, .objects_count = 1}}};
-                },
-            .objects =
-                [this] {
-                  MutexLock lock(&mu_);
-                  std::vector<ObjectRef> objects;
-                  for (const auto& [id, object] : held_) objects.push_back(object);
-                  return objects;
-                },
-            .log =
-                [this](const std::string& line) {
-                  MutexLock lock(&mu_);
-                  log_.push_back(line);
-                }});
+        Membership::Parts{.tiers =
+                              [] {
+                                return std::vector<std::pair<std::string, TierStats>>{
+                                    {"dram",
+                                     {.capacity_bytes = 10, .used_bytes = 5, .objects_count = 1}}};
+                              },
+                          .objects =
+                              [this] {
+                                MutexLock lock(&mu_);
+                                std::vector<ObjectRef> objects;
+                                for (const auto& [id, object] : held_) objects.push_back(object);
+                                return objects;
+                              },
+                          .log =
+                              [this](const std::string& line) {
+                                MutexLock lock(&mu_);
+                                log_.push_back(line);
+                              }});
   }
   void Hold(Membership* membership, uint32_t number) {
     const TestObject object = MakeObject({.number = number, .write_id = number + 100});

@@ -29,8 +29,7 @@ TEST(MetricsServerTest, APortInUseIsUnavailableAndNamed) {
 }
 
 TEST(MetricsServerTest, AnAddressThatIsNoneIsInvalid) {
-  EXPECT_TRUE(absl::IsInvalidArgument(
-      MetricsServer::Start("nowhere", [] { return ""; }).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(MetricsServer::Start("nowhere", [] { return ""; }).status()));
 }
 
 }  // namespace

@@ -34,10 +34,9 @@ constexpr char kTicketKey[] = "the ticket key";  // ScriptedControl's.
 // Flags of a small node.
 std::vector<std::string> Argv(const std::string& control, const std::string& data_dir,
                               const std::vector<std::string>& more = {}) {
-  std::vector<std::string> argv = {"okv-node",          "--control",    control,
-                                   "--data_dir",        data_dir,       "--dram_bytes",
-                                   "4194304",           "--disk_bytes", "67108864",
-                                   "--control_timeout", "5s"};
+  std::vector<std::string> argv = {"okv-node", "--control",         control,   "--data_dir",
+                                   data_dir,   "--dram_bytes",      "4194304", "--disk_bytes",
+                                   "67108864", "--control_timeout", "5s"};
   argv.insert(argv.end(), more.begin(), more.end());
   return argv;
 }
@@ -158,18 +157,16 @@ TEST(NodeProgramTest, WhatWasPutBeforeSigtermIsServedAfterTheRestart) {
     EXPECT_EQ(node.Metric("okv_node_stored_bytes{codec=\"int2\"}"), 15 * 10'240);
     EXPECT_EQ(node.Metric("okv_node_put_total{code=\"OK\"}"), 30);
     EXPECT_EQ(node.Metric("okv_node_sessions"), 1);
-    EXPECT_TRUE(control.WaitFor("the commits", [](const Seen& seen) {
-      return seen.held.size() == 30;
-    }));
+    EXPECT_TRUE(
+        control.WaitFor("the commits", [](const Seen& seen) { return seen.held.size() == 30; }));
     node.process()->Signal(SIGTERM);
     EXPECT_EQ(node.process()->Wait(std::chrono::seconds(20)), 0) << node.process()->output();
   }
   control.ForgetNode();
   RunningNode node(control.address(), data.path());
   EXPECT_EQ(node.node_id, node_id);
-  EXPECT_TRUE(control.WaitFor("the inventory", [](const Seen& seen) {
-    return seen.held.size() == 30;
-  }));
+  EXPECT_TRUE(
+      control.WaitFor("the inventory", [](const Seen& seen) { return seen.held.size() == 30; }));
   TestWorker worker(transport->get(), node.data_address);
   ASSERT_EQ(worker.Hello(Hello()).code(), 0);
   v1::FetchRequest request;

@@ -70,20 +70,21 @@ inline TestObject MakeObject(const ObjectSpec& spec, const Format& format = Test
 struct TestStorage {
   NodeMetrics metrics;
   const Clock* clock = Clock::System();
-  std::function<void(const ObjectId&, const absl::Status&)> on_removed =
-      [](const ObjectId&, const absl::Status&) {};
+  std::function<void(const ObjectId&, const absl::Status&)> on_removed = [](const ObjectId&,
+                                                                            const absl::Status&) {};
   std::unique_ptr<Storage> storage;
 
   absl::Status Open(const StorageOptions& options) {
-    absl::StatusOr<std::unique_ptr<Storage>> opened =
-        Storage::Open(options, {.metrics = &metrics,
-                                .clock = clock,
-                                .on_removed = [this](const ObjectId& id,
-                                                     const absl::Status& why) { on_removed(id, why); },
-                                .log = [](const std::string&) {}});
+    absl::StatusOr<std::unique_ptr<Storage>> opened = Storage::Open(
+        options,
+        {.metrics = &metrics,
+         .clock = clock,
+         .on_removed = [this](const ObjectId& id, const absl::Status& why) { on_removed(id, why); },
+         .log = [](const std::string&) {}});
     if (!opened.ok()) return opened.status();
     storage = *std::move(opened);
-    metrics.SetSources({.table = storage->table(), .tiers = storage->tiers(), .sessions_count = {}});
+    metrics.SetSources(
+        {.table = storage->table(), .tiers = storage->tiers(), .sessions_count = {}});
     return absl::OkStatus();
   }
   // As a node that stops.
@@ -107,9 +108,8 @@ struct TestStorage {
   }
   absl::StatusOr<Extent> AllocateAndWait(size_t bytes) {
     std::promise<absl::StatusOr<Extent>> promise;
-    storage->spiller()->Allocate(bytes, [&promise](absl::StatusOr<Extent> extent) {
-      promise.set_value(std::move(extent));
-    });
+    storage->spiller()->Allocate(
+        bytes, [&promise](absl::StatusOr<Extent> extent) { promise.set_value(std::move(extent)); });
     return promise.get_future().get();
   }
   // As a fetch does, without the network.

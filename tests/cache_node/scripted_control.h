@@ -17,8 +17,8 @@
 
 namespace okv::testing_support {
 
-// The nodes' half of a control plane on a real gRPC port: it remembers what a node told it, and says
-// what a test wants said. A real one cannot be made to lose a registration at a given moment.
+// The nodes' half of a control plane on a real gRPC port: it remembers what a node told it, and
+// says what a test wants said. A real one cannot be made to lose a registration at a given moment.
 // Thread-safe.
 class ScriptedControl final : public v1::ControlPlane::Service {
  public:

@@ -198,8 +198,8 @@ TEST_F(ServeTest, ObjectsOfAStoppedNodeComeFromDiskAfterItsRestart) {
   const auto again = reader->Fetch(Request(objects));
   for (size_t i = 0; i < objects.size(); ++i) ExpectDelivered(again[i], objects[i]);
   // A reader has its payload before the node counts it.
-  EXPECT_TRUE(WaitUntil(
-      [this] { return node_.Metric("okv_node_fetch_hits_total{tier=\"dram\"}") == 10; }));
+  EXPECT_TRUE(
+      WaitUntil([this] { return node_.Metric("okv_node_fetch_hits_total{tier=\"dram\"}") == 10; }));
   EXPECT_EQ(node_.Metric("okv_node_fetch_hits_total{tier=\"disk\"}"), 10);
   EXPECT_GT(node_.Metric("okv_node_promoted_bytes_total"), 0);
 }
@@ -246,8 +246,7 @@ TEST_F(ServeTest, TicketsAreChecked) {
                                 .format_id = TestFormat().id(),
                                 .expires_wall_us = clock_.WallMicros() + 1'000'000},
                                "another key"));
-  EXPECT_EQ(Connect()->Hello(forged).code(),
-            static_cast<int>(absl::StatusCode::kPermissionDenied));
+  EXPECT_EQ(Connect()->Hello(forged).code(), static_cast<int>(absl::StatusCode::kPermissionDenied));
   v1::Hello expired = Hello("tenant", TestFormat());
   clock_.AdvanceNanos(2'000'000'000'000);
   const v1::HelloReply reply = Connect()->Hello(expired);
@@ -368,8 +367,8 @@ TEST_F(ServeTest, ReservationsAreChecked) {
   EXPECT_TRUE(denied(put([](Reservation* r) { r->object.codec = Codec::kBf16; })));
   EXPECT_TRUE(denied(put([](Reservation* r) { r->write_id = WriteId(77); })));
   EXPECT_TRUE(denied(put([&](Reservation* r) { r->expires_wall_us = clock_.WallMicros(); })));
-  EXPECT_TRUE(absl::IsFailedPrecondition(
-      put([](Reservation* r) { r->format_id = OtherFormat().id(); })));
+  EXPECT_TRUE(
+      absl::IsFailedPrecondition(put([](Reservation* r) { r->format_id = OtherFormat().id(); })));
   v1::PutOffer forged = Offer(object);
   forged.set_reservation(SealReservation(ReservationFor(object), "another key"));
   EXPECT_TRUE(denied(worker->Put(forged, object.payload)));
@@ -388,16 +387,15 @@ TEST_F(ServeTest, HeadersAndPayloadsAreChecked) {
     return worker->Put(Offer(ReservationFor(object), header), payload);
   };
   const auto unchanged = [](ObjectHeader*) {};
-  EXPECT_TRUE(absl::IsInvalidArgument(
-      put(unchanged, absl::MakeConstSpan(object.payload).subspan(1))));
-  EXPECT_TRUE(absl::IsInvalidArgument(
-      put([](ObjectHeader* h) { h->payload_bytes += 1; }, object.payload)));
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(put(unchanged, absl::MakeConstSpan(object.payload).subspan(1))));
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(put([](ObjectHeader* h) { h->payload_bytes += 1; }, object.payload)));
   EXPECT_TRUE(absl::IsInvalidArgument(
       put([](ObjectHeader* h) { h->checksums.pop_back(); }, object.payload)));
-  EXPECT_TRUE(absl::IsInvalidArgument(
-      put([](ObjectHeader* h) { h->parent.reset(); }, object.payload)));
-  EXPECT_TRUE(absl::IsDataLoss(
-      put([](ObjectHeader* h) { h->checksums[3] ^= 1; }, object.payload)));
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(put([](ObjectHeader* h) { h->parent.reset(); }, object.payload)));
+  EXPECT_TRUE(absl::IsDataLoss(put([](ObjectHeader* h) { h->checksums[3] ^= 1; }, object.payload)));
   std::vector<uint8_t> flipped = object.payload;
   flipped[5000] ^= 1;
   EXPECT_TRUE(absl::IsDataLoss(put(unchanged, flipped)));
@@ -439,8 +437,7 @@ TEST_F(ServeTest, AWriterThatVanishesWhileItWaitsForRoomLeavesNothing) {
   {
     const auto worker = OpenSession();
     worker->Offer(Offer(object), object.payload);
-    EXPECT_TRUE(
-        WaitUntil([this] { return node_.storage->table()->stats().claims_count == 1; }));
+    EXPECT_TRUE(WaitUntil([this] { return node_.storage->table()->stats().claims_count == 1; }));
   }
   EXPECT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
   all = Extent();
@@ -454,7 +451,7 @@ TEST_F(ServeTest, APutWithoutRoomIsResourceExhaustedInTheEnd) {
   const auto worker = OpenSession();
   const v1::PutOffer offer = Offer(object);
   worker->Offer(offer, object.payload);
-  EXPECT_TRUE(WaitUntil([this] { return node_.storage->table()->stats().claims_count == 1; }));
+  EXPECT_TRUE(WaitUntil([this] { return node_.storage->spiller()->waiters_count() == 1; }));
   clock_.AdvanceNanos(SpillerOptions().allocate_wait_nanos);
   EXPECT_TRUE(absl::IsResourceExhausted(worker->PutAnswer(offer.request_id())));
   EXPECT_EQ(node_.storage->table()->stats().claims_count, 0u);

@@ -52,6 +52,7 @@ TEST(SpillTest, FourTimesTheArenaReadsBackByteForByte) {
   EXPECT_GE(node.Metric("okv_node_spilled_bytes_total"), (kCount - 16) * kBf16Bytes);
   EXPECT_GT(node.Metric("okv_node_promoted_bytes_total"), 0);
   EXPECT_EQ(node.Metric("okv_node_stored_bytes{codec=\"bf16\"}"), kCount * kBf16Bytes);
+  node.storage->StopSpilling();
   EXPECT_EQ(node.Metric("okv_node_pins"), 0);
   node.Close();
 }
@@ -87,6 +88,7 @@ TEST(SpillTest, ReadersAndWritersTogetherSeeEveryCommittedObject) {
   }
   writer.join();
   for (std::thread& reader : readers) reader.join();
+  node.storage->StopSpilling();
   EXPECT_EQ(node.storage->table()->stats().pins_count, 0u);
   node.Close();
 }
@@ -173,6 +175,23 @@ TEST(SpillTest, AnObjectDamagedInDramIsQuarantinedInsteadOfSpilled) {
   EXPECT_EQ(node.Metric("okv_node_corrupt_objects_total{tier=\"dram\"}"), 1);
   EXPECT_EQ(node.storage->disk()->stats().objects_count, 1u);
   node.Close();
+}
+
+TEST(SpillTest, ARowThatTheTableDoesNotKnowIsReplaced) {
+  const TempDir directory;
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  const TestObject old = MakeObject({.number = 1, .codec = Codec::kBf16, .write_id = 1});
+  const TestObject young = MakeObject({.number = 1, .codec = Codec::kBf16, .write_id = 2});
+  ASSERT_TRUE(node.storage->disk()->Put({{.object = old.object, .payload = old.payload}}).ok());
+  ASSERT_TRUE(node.storage->formats()->Add(testing_support::TestFormat()).ok());
+  ASSERT_TRUE(node.Write(young).ok());
+  node.Close();
+  TestStorage restarted;
+  ASSERT_TRUE(restarted.Open(TestStorageOptions(directory.path())).ok());
+  EXPECT_EQ(restarted.storage->table()->Pin(young.id())->object().header.generation, 2u);
+  EXPECT_EQ(*restarted.Read(young.id()), young.payload);
+  restarted.Close();
 }
 
 }  // namespace

@@ -81,7 +81,10 @@ class RawDatabase {
 void ExpectQuarantined(const std::string& data_dir, uint32_t bad, uint32_t count) {
   TestStorage node;
   std::vector<ObjectId> removed;
-  node.on_removed = [&](const ObjectId& id, const absl::Status&) { removed.push_back(id); };
+  node.on_removed = [&](const ObjectId& id, const absl::Status& why) {
+    EXPECT_FALSE(absl::StrContains(why.message(), "removing it")) << why;
+    removed.push_back(id);
+  };
   ASSERT_TRUE(node.Open(TestStorageOptions(data_dir)).ok());
   EXPECT_EQ(node.storage->table()->stats().objects_count, count);
   for (uint32_t number = 0; number < count; ++number) {

@@ -104,9 +104,8 @@ class TestWorker final : public ConnectionHandler {
   std::vector<Delivered> Answers(uint64_t request_id, size_t count) {
     WaitFor("the objects", [=, this] { return delivered_[request_id].size() >= count; });
     MutexLock lock(&mu_);
-    std::vector<Delivered> all(count, {.status = absl::UnknownError("no answer"),
-                                       .object_header = "",
-                                       .payload = {}});
+    std::vector<Delivered> all(
+        count, {.status = absl::UnknownError("no answer"), .object_header = "", .payload = {}});
     for (auto& [ordinal, delivered] : delivered_[request_id]) all.at(ordinal) = delivered;
     return all;
   }

@@ -38,8 +38,8 @@ struct DramUnderTest final : TierUnderTest {
 
 struct DiskUnderTest final : TierUnderTest {
   testing_support::TempDir directory;
-  std::unique_ptr<RocksdbTier> disk = *RocksdbTier::Open(
-      {.data_dir = directory.path(), .disk_bytes = kLimitBytes, .node_id = ""});
+  std::unique_ptr<RocksdbTier> disk =
+      *RocksdbTier::Open({.data_dir = directory.path(), .disk_bytes = kLimitBytes, .node_id = ""});
   Tier* tier() override { return disk.get(); }
 };
 
@@ -104,9 +104,9 @@ TEST_P(TierTest, AnObjectIsPutOnce) {
   const TestObject object = MakeObject({.number = 1});
   const TestObject other = MakeObject({.number = 2});
   ASSERT_TRUE(Put(object).ok());
-  EXPECT_TRUE(absl::IsAlreadyExists(
-      tier()->Put({{.object = other.object, .payload = other.payload},
-                   {.object = object.object, .payload = object.payload}})));
+  EXPECT_TRUE(
+      absl::IsAlreadyExists(tier()->Put({{.object = other.object, .payload = other.payload},
+                                         {.object = object.object, .payload = object.payload}})));
   EXPECT_TRUE(absl::IsNotFound(Read(other).status())) << "half a group was stored";
   EXPECT_EQ(tier()->stats().objects_count, 1u);
 }
@@ -155,8 +155,9 @@ TEST_P(TierTest, TheLimitHoldsAndAGroupThatDoesNotFitLeavesNothing) {
 TEST_P(TierTest, ListGivesHeadersAndTenants) {
   const TestObject first = MakeObject({.number = 0, .codec = Codec::kBf16, .tenant = "a"});
   const TestObject second = MakeObject({.number = 7, .tenant = "b", .write_id = 99});
-  ASSERT_TRUE(tier()->Put({{.object = first.object, .payload = first.payload},
-                           {.object = second.object, .payload = second.payload}})
+  ASSERT_TRUE(tier()
+                  ->Put({{.object = first.object, .payload = first.payload},
+                         {.object = second.object, .payload = second.payload}})
                   .ok());
   const std::map<ObjectId, TierRecord> records = List();
   ASSERT_EQ(records.size(), 2u);
@@ -174,8 +175,8 @@ TEST_P(TierTest, RandomCallsAgreeWithAMap) {
   uint64_t used_bytes = 0;
   for (int step = 0; step < 300; ++step) {
     const uint32_t number = random() % 40;
-    const TestObject object = MakeObject(
-        {.number = number, .codec = number % 2 == 0 ? Codec::kInt2 : Codec::kBf16});
+    const TestObject object =
+        MakeObject({.number = number, .codec = number % 2 == 0 ? Codec::kInt2 : Codec::kBf16});
     const uint64_t cost = tier()->CostBytes(*object.object);
     if (random() % 3 != 0) {
       const absl::Status status = Put(object);

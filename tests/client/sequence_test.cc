@@ -118,22 +118,34 @@ TEST_F(SequenceTest, EveryQuerySeesTheDesignsView) {
     bf16.emplace_back(layout.page_bytes(Codec::kBf16), 0);
     int2.emplace_back(layout.page_bytes(Codec::kInt2), 0);
     for (uint32_t head = 0; head < format_.kv_heads; ++head) {
-      auto* run = reinterpret_cast<uint16_t*>(bf16.back().data() +
-                                              layout.run_bytes(Codec::kBf16) * head);
+      auto* run =
+          reinterpret_cast<uint16_t*>(bf16.back().data() + layout.run_bytes(Codec::kBf16) * head);
       for (uint32_t t = 0; t < 64 && block * 64 + t < 700; ++t) {
         const size_t row = ((block * 64 + t) * size_t{format_.kv_heads} + head) * 64;
-        reference::RotateRows({.x = k_[layer].data() + row, .x_stride = 64,
-                               .r = rotations_.RotationK(layer, head), .rows_count = 1, .dim = 64},
+        reference::RotateRows({.x = k_[layer].data() + row,
+                               .x_stride = 64,
+                               .r = rotations_.RotationK(layer, head),
+                               .rows_count = 1,
+                               .dim = 64},
                               run + t * 64, 64);
-        reference::RotateRows({.x = v_[layer].data() + row, .x_stride = 64,
-                               .r = rotations_.RotationV(layer, head), .rows_count = 1, .dim = 64},
+        reference::RotateRows({.x = v_[layer].data() + row,
+                               .x_stride = 64,
+                               .r = rotations_.RotationV(layer, head),
+                               .rows_count = 1,
+                               .dim = 64},
                               run + (64 + t) * 64, 64);
       }
       BadRow bad;
-      ASSERT_TRUE(reference::QuantizeRun({.k = run, .v = run + 64 * 64, .row_stride = 64, .dim = 64,
-                                          .group_size = 64, .clip_rank_k = 61, .clip_rank_v = 61},
+      ASSERT_TRUE(reference::QuantizeRun({.k = run,
+                                          .v = run + 64 * 64,
+                                          .row_stride = 64,
+                                          .dim = 64,
+                                          .group_size = 64,
+                                          .clip_rank_k = 61,
+                                          .clip_rank_v = 61},
                                          int2.back().data() + layout.run_bytes(Codec::kInt2) * head,
-                                         &bad).ok());
+                                         &bad)
+                      .ok());
     }
   }
   for (const uint32_t position : {0u, 1u, 63u, 64u, 319u, 320u, 383u, 384u, 500u, 699u}) {
@@ -141,17 +153,24 @@ TEST_F(SequenceTest, EveryQuerySeesTheDesignsView) {
     std::vector<AttendBlock> view;
     for (uint32_t j = 0; j <= b; ++j) {
       const bool exact = j < 1 || j + 4 >= b;
-      view.push_back({exact ? Codec::kBf16 : Codec::kInt2, exact ? bf16[j].data() : int2[j].data()});
+      view.push_back(
+          {exact ? Codec::kBf16 : Codec::kInt2, exact ? bf16[j].data() : int2[j].data()});
     }
     std::vector<float> expected(kQueryHeads * 64);
-    ASSERT_TRUE(reference::Attend({.query_heads = kQueryHeads, .kv_heads = format_.kv_heads,
-                                   .head_dim = 64, .group_size = 64, .softmax_scale = 0.125f,
+    ASSERT_TRUE(reference::Attend({.query_heads = kQueryHeads,
+                                   .kv_heads = format_.kv_heads,
+                                   .head_dim = 64,
+                                   .group_size = 64,
+                                   .softmax_scale = 0.125f,
                                    .q = q_[layer].data() + position * expected.size(),
                                    .r_k = rotations_.RotationK(layer, 0),
-                                   .r_v = rotations_.RotationV(layer, 0), .rotation_heads = 1,
-                                   .queries_count = 1, .blocks = view,
+                                   .r_v = rotations_.RotationV(layer, 0),
+                                   .rotation_heads = 1,
+                                   .queries_count = 1,
+                                   .blocks = view,
                                    .last_block_tokens = position % 64 + 1,
-                                   .out = expected.data()}).ok());
+                                   .out = expected.data()})
+                    .ok());
     EXPECT_EQ(std::memcmp(expected.data(), out[layer].data() + position * expected.size(),
                           expected.size() * sizeof(float)),
               0)
@@ -245,9 +264,9 @@ TEST_F(SequenceTest, MoreThanTokensMaxIsRefusedAndAppendsNothing) {
 TEST_F(SequenceTest, RotationsOfAnotherFormatAreRefusedNamingTheField) {
   Format other = format_;
   other.group_size = 32;
-  auto sequence = Sequence::Create({.format = other, .query_heads = kQueryHeads,
-                                    .softmax_scale = 0.125f, .tokens_max = 100},
-                                   &rotations_, &pool_);
+  auto sequence = Sequence::Create(
+      {.format = other, .query_heads = kQueryHeads, .softmax_scale = 0.125f, .tokens_max = 100},
+      &rotations_, &pool_);
   EXPECT_EQ(sequence.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(sequence.status().message()), HasSubstr("group_size"));
 }

@@ -6,7 +6,7 @@
 
 #include "cmd/engine/gguf.h"
 #include "cmd/engine/weights.h"
-#include "tests/cmd/engine_test_model.h"
+#include "tests/support/tiny_model.h"
 
 namespace okv {
 namespace {

@@ -14,8 +14,8 @@
 #include "absl/strings/str_cat.h"
 #include "cmd/engine/model.h"
 #include "cmd/engine/sampler.h"
-#include "tests/cmd/engine_test_model.h"
 #include "tests/cmd/engine_test_targets.h"
+#include "tests/support/tiny_model.h"
 
 namespace okv {
 namespace {
@@ -68,7 +68,7 @@ TEST(ModelTest, ConfigIsWhatTheFileSays) {
   EXPECT_EQ(config.layers, 2u);
   EXPECT_EQ(config.query_heads, 4u);
   EXPECT_EQ(config.kv_heads, 2u);
-  EXPECT_EQ(config.head_dim, 32u);
+  EXPECT_EQ(config.head_dim, 64u);
   EXPECT_EQ(config.vocab, 288u);
   EXPECT_EQ(config.context_tokens, 2048u);
   EXPECT_EQ(config.rope_theta, 10000.0);

@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cmd/engine/tokenizer.h"
-#include "tests/cmd/engine_test_model.h"
+#include "tests/support/tiny_model.h"
 
 namespace okv {
 namespace {

@@ -1,4 +1,4 @@
-#include "tests/cmd/engine_test_model.h"
+#include "tests/support/tiny_model.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
-#ifndef OKV_TESTS_CMD_ENGINE_TEST_MODEL_H_
-#define OKV_TESTS_CMD_ENGINE_TEST_MODEL_H_
+#ifndef OKV_TESTS_SUPPORT_TINY_MODEL_H_
+#define OKV_TESTS_SUPPORT_TINY_MODEL_H_
 
 #include <cstdint>
 #include <cstring>
@@ -55,7 +55,7 @@ std::string BytesOf(T value) {
 // Writes `bytes` under a directory of this process, which goes with it; the path.
 std::string WriteTempFile(const std::string& name, const std::string& bytes);
 
-// A random Llama: 2 layers, 4 query and 2 KV heads of 32, hidden 128, feed-forward 96, 288 tokens
+// A random Llama: 2 layers, 4 query and 2 KV heads of 64, hidden 256, feed-forward 96, 288 tokens
 // (256 bytes, 30 merges, 2 control tokens); every tensor type is in use.
 struct TinyModelOptions {
   uint64_t seed = 1;
@@ -67,8 +67,8 @@ struct TinyModelOptions {
 };
 
 struct TinyModel {
-  static constexpr uint32_t kLayers = 2, kQueryHeads = 4, kKvHeads = 2, kHeadDim = 32;
-  static constexpr uint32_t kHidden = 128, kFeedForward = 96, kVocab = 288, kContext = 2048;
+  static constexpr uint32_t kLayers = 2, kQueryHeads = 4, kKvHeads = 2, kHeadDim = 64;
+  static constexpr uint32_t kHidden = 256, kFeedForward = 96, kVocab = 288, kContext = 2048;
   static constexpr double kTheta = 10000;
   static constexpr float kEpsilon = 1e-5f;
 
@@ -103,4 +103,4 @@ class ExactCache final : public KvCache {
 
 }  // namespace okv::testing_support
 
-#endif  // OKV_TESTS_CMD_ENGINE_TEST_MODEL_H_
+#endif  // OKV_TESTS_SUPPORT_TINY_MODEL_H_
