@@ -44,7 +44,7 @@ packages=(
 . /etc/os-release
 case "${ID:-}:${VERSION_ID:-}" in
   debian:12|ubuntu:24.04) ;;
-  *) say "warning: ${PRETTY_NAME:-this system} is not Debian 12 or Ubuntu 24.04; trying all the same" ;;
+  *) say "warning: ${PRETTY_NAME:-this system} is not Debian 12 or Ubuntu 24.04; trying anyway" ;;
 esac
 
 installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }

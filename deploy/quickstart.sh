@@ -36,13 +36,22 @@ bin=$root/build/release/bin
 work=$root/build/quickstart
 model=$root/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 text=$root/build/text/jargon.txt
-recipe="tokens=8192 window=2048 group=64"  # Part of the calibration's name: a change makes a new one.
+# Part of the calibration's name: another recipe makes a new one.
+calibration_tokens=8192
+recipe="1: $calibration_tokens tokens, window 2048, group_size 64"
+# Where the held-out text begins: far behind what the calibration has seen.
+nll_skip_tokens=16384
 
 pids=()
 stop_all() {
   local status=$?
-  for pid in "${pids[@]:-}"; do [ -n "$pid" ] && kill -TERM "$pid" 2>/dev/null || true; done
-  for pid in "${pids[@]:-}"; do [ -n "$pid" ] && wait "$pid" 2>/dev/null || true; done
+  trap - EXIT
+  for pid in "${pids[@]:-}"; do
+    if [ -n "$pid" ]; then kill -TERM "$pid" 2>/dev/null || true; fi
+  done
+  for pid in "${pids[@]:-}"; do
+    if [ -n "$pid" ]; then wait "$pid" 2>/dev/null || true; fi
+  done
   [ $status -eq 0 ] || printf 'quickstart: failed; logs are in %s\n' "$work/logs" >&2
   exit $status
 }
@@ -54,80 +63,89 @@ deploy/bootstrap.sh >&2
 deploy/fetch_text.sh >&2
 
 step "2/8 build (release)"
-export PATH="/usr/local/cuda/bin:$PATH"
 cmake --workflow --preset release >&2
 
 step "3/8 calibration on real activations"
 mkdir -p "$work/logs"
-calibration=$work/calibration-$(sha256sum "$model" "$text" <(echo "$recipe") | cut -c1-64 | sha256sum | cut -c1-12)
-[ "$fresh" = 1 ] && rm -rf "$calibration"
+name=$( (sha256sum <"$model"; sha256sum <"$text"; echo "$recipe") | sha256sum | cut -c1-12)
+calibration=$work/calibration-$name
+if [ "$fresh" = 1 ]; then rm -rf "$calibration"; fi
 if [ -e "$calibration/done" ]; then
   echo "calibration is in place: $calibration" >&2
 else
   rm -rf "$calibration" && mkdir -p "$calibration"
-  "$bin/okv-worker" dump --model "$model" --text "$text" --tokens 8192 --window 2048 \
-    --out "$calibration/dump" >&2
+  "$bin/okv-worker" dump --model "$model" --text "$text" --tokens $calibration_tokens \
+    --window 2048 --out "$calibration/dump" >&2
   for method in oscar hadamard none; do
-    "$bin/okv-calibrate" fit --dump "$calibration/dump" --out "$calibration/$method.safetensors" \
-      --method "$method" --group_size 64 >&2
+    "$bin/okv-calibrate" fit --dump "$calibration/dump" --method "$method" --group_size 64 \
+      --out "$calibration/$method.safetensors" >&2
   done
   rm -rf "$calibration/dump"
   touch "$calibration/done"
 fi
 
 step "4/8 control plane and two nodes"
-run=$work/run && rm -rf "$run" && mkdir -p "$run"
+run=$work/run
+rm -rf "$run" && mkdir -p "$run"
 wait_for() {  # wait_for FILE PID NAME
   for _ in $(seq 300); do
     [ -s "$1" ] && return 0
-    kill -0 "$2" 2>/dev/null || { tail -5 "$work/logs/$3.log" >&2; die "$3 stopped"; }
+    kill -0 "$2" 2>/dev/null || { tail -n 5 "$work/logs/$3.log" >&2; die "$3 stopped"; }
     sleep 0.1
   done
   die "$3 is not ready after 30 s; see $work/logs/$3.log"
 }
-"$bin/okv-control" --listen 127.0.0.1:0 --data_dir "$run/control" --port_file "$run/control.port" \
-  >"$work/logs/okv-control.log" 2>&1 &
+field() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$@"; }
+"$bin/okv-control" --listen 127.0.0.1:0 --data_dir "$run/control" \
+  --port_file "$run/control.port" >"$work/logs/okv-control.log" 2>&1 &
 pids+=($!)
 wait_for "$run/control.port" $! okv-control
 control=127.0.0.1:$(cat "$run/control.port")
 "$bin/okvctl" --control "$control" publish "$calibration/oscar.safetensors" >&2
 for node in 1 2; do
-  "$bin/okv-node" --control "$control" --listen 127.0.0.1:0 --metrics 127.0.0.1:0 \
-    --data_dir "$run/node$node" --dram_bytes $((96 << 20)) --disk_bytes $((1 << 30)) \
-    --ready_file "$run/node$node.json" >"$work/logs/okv-node$node.log" 2>&1 &
+  "$bin/okv-node" --control "$control" --data_dir "$run/node$node" --dram_bytes $((96 << 20)) \
+    --disk_bytes $((1 << 30)) --ready_file "$run/node$node.json" \
+    >"$work/logs/okv-node$node.log" 2>&1 &
   pids+=($!)
   wait_for "$run/node$node.json" $! "okv-node$node"
+  echo "okv-node$node: data $(field "$run/node$node.json" data_address)," \
+    "metrics http://$(field "$run/node$node.json" metrics_address)/metrics" >&2
 done
-field() { python3 -c 'import json,sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$1" "$2"; }
-echo "control plane at $control, nodes at $(field "$run/node1.json" data_address), $(field "$run/node2.json" data_address)" >&2
+echo "okv-control: $control" >&2
 
-worker() {  # worker NAME FLAGS...: runs a worker, keeps its JSON line
-  local name=$1; shift
+# worker NAME FLAGS...: one okv-worker; its JSON line goes to $run/worker-NAME.json.
+worker() {
+  local name=$1
+  shift
   "$bin/okv-worker" run --model "$model" --rotation "$calibration/oscar.safetensors" \
     --prompt_file "$text" --prompt_tokens 4110 --max_new_tokens 32 --json "$@" \
-    > >(tee "$work/logs/worker-$name.log" | tail -n 1 >"$run/worker-$name.json") \
-    2> >(tee "$work/logs/worker-$name.err" >&2) || die "worker $name failed"
-  wait_json "$run/worker-$name.json"
+    >"$work/logs/worker-$name.log" || die "worker $name failed"
+  head -n -1 "$work/logs/worker-$name.log" >&2
+  tail -n 1 "$work/logs/worker-$name.log" >"$run/worker-$name.json"
 }
-wait_json() { for _ in $(seq 100); do [ -s "$1" ] && return 0; sleep 0.05; done; die "$1 is empty"; }
+ending_a=$'\n\nIn one sentence, the text above is about'
+ending_b=$'\n\nThe most surprising thing in this text is that'
 
 step "5/8 worker A: cold prefill, its blocks go to the nodes"
-worker a --control "$control" --ending $'\n\nIn one sentence, the text above is about' --store
+worker a --control "$control" --ending "$ending_a" --store
 for node in 1 2; do
   curl -sS --max-time 5 "http://$(field "$run/node$node.json" metrics_address)/metrics" \
     >"$run/node$node.metrics" || die "node $node has no metrics"
 done
 
 step "6/8 worker B: the same prefix, another ending, another process"
-worker b --control "$control" --ending $'\n\nThe most surprising thing in this text is that'
+worker b --control "$control" --ending "$ending_b"
 
-step "7/8 the same prompt as worker B's without network and without a hit"
-worker alone --ending $'\n\nThe most surprising thing in this text is that'
+step "7/8 worker B's prompt again, without network and without a hit"
+worker alone --ending "$ending_b"
 
 step "8/8 quality: NLL of held-out text with BF16 KV and with INT2 history"
-"$bin/okv-bench" nll --model "$model" --text "$text" --tokens "$nll_tokens" --window 2048 \
-  --rotations "oscar=$calibration/oscar.safetensors,hadamard=$calibration/hadamard.safetensors,none=$calibration/none.safetensors" \
-  --json > >(tee "$work/logs/nll.log" >&2) || die "okv-bench nll failed"
+rotations=oscar=$calibration/oscar.safetensors
+rotations+=,hadamard=$calibration/hadamard.safetensors,none=$calibration/none.safetensors
+"$bin/okv-bench" nll --model "$model" --text "$text" --skip_tokens $nll_skip_tokens \
+  --tokens "$nll_tokens" --window 2048 --rotations "$rotations" --json \
+  >"$work/logs/nll.log" || die "okv-bench nll failed"
+head -n -1 "$work/logs/nll.log" >&2
 tail -n 1 "$work/logs/nll.log" >"$run/nll.json"
 
 python3 deploy/quickstart_report.py "$run" >"$run/report.txt"

@@ -12,8 +12,9 @@
 
 namespace okv {
 
-// What INT2 history costs in quality: the negative log likelihood (nats per token) of one text under
-// one set of weights with BF16 KV and with INT2 history under each rotation set, window by window.
+// What INT2 history costs in quality: the negative log likelihood (nats per token) of one text
+// under one set of weights with BF16 KV and with INT2 history under each rotation set, window by
+// window.
 struct NllOptions {
   std::string model;
   std::string text;

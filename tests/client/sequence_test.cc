@@ -75,6 +75,48 @@ class SequenceTest : public ::testing::Test {
     return absl::OkStatus();
   }
 
+  // One page of a layer, straight from the rows, by the scalar reference.
+  std::vector<uint8_t> ReferenceBf16Page(const PageLayout& layout, uint32_t layer, uint32_t block) {
+    std::vector<uint8_t> page(layout.page_bytes(Codec::kBf16));
+    for (uint32_t head = 0; head < format_.kv_heads; ++head) {
+      auto* run = reinterpret_cast<uint16_t*>(page.data() + layout.run_bytes(Codec::kBf16) * head);
+      for (uint32_t t = 0; t < 64 && block * 64 + t < tokens_; ++t) {
+        const size_t row = ((block * 64 + t) * size_t{format_.kv_heads} + head) * 64;
+        for (const bool is_value : {false, true}) {
+          reference::RotateRows({.x = (is_value ? v_ : k_)[layer].data() + row,
+                                 .x_stride = 64,
+                                 .r = is_value ? rotations_.RotationV(layer, head)
+                                               : rotations_.RotationK(layer, head),
+                                 .rows_count = 1,
+                                 .dim = 64},
+                                run + ((is_value ? 64 : 0) + t) * 64, 64);
+        }
+      }
+    }
+    return page;
+  }
+
+  std::vector<uint8_t> ReferenceInt2Page(const PageLayout& layout,
+                                         const std::vector<uint8_t>& bf16) {
+    std::vector<uint8_t> page(layout.page_bytes(Codec::kInt2));
+    for (uint32_t head = 0; head < format_.kv_heads; ++head) {
+      const auto* run =
+          reinterpret_cast<const uint16_t*>(bf16.data() + layout.run_bytes(Codec::kBf16) * head);
+      BadRow bad;
+      const absl::Status status =
+          reference::QuantizeRun({.k = run,
+                                  .v = run + 64 * 64,
+                                  .row_stride = 64,
+                                  .dim = 64,
+                                  .group_size = 64,
+                                  .clip_rank_k = 61,
+                                  .clip_rank_v = 61},
+                                 page.data() + layout.run_bytes(Codec::kInt2) * head, &bad);
+      EXPECT_TRUE(status.ok()) << status;
+    }
+    return page;
+  }
+
   ThreadPool pool_{2};
   RotationSet rotations_;
   Format format_;
@@ -112,41 +154,10 @@ TEST_F(SequenceTest, EveryQuerySeesTheDesignsView) {
   ASSERT_TRUE(Feed(sequence.get(), 0, 700, 333, &out).ok());
   const PageLayout layout = sequence->layout();
   const uint32_t layer = 1;
-  // Every block in both codecs.
-  std::vector<std::vector<uint8_t>> bf16, int2;
+  std::vector<std::vector<uint8_t>> bf16, int2;  // Every block in both codecs.
   for (uint32_t block = 0; block < 11; ++block) {
-    bf16.emplace_back(layout.page_bytes(Codec::kBf16), 0);
-    int2.emplace_back(layout.page_bytes(Codec::kInt2), 0);
-    for (uint32_t head = 0; head < format_.kv_heads; ++head) {
-      auto* run =
-          reinterpret_cast<uint16_t*>(bf16.back().data() + layout.run_bytes(Codec::kBf16) * head);
-      for (uint32_t t = 0; t < 64 && block * 64 + t < 700; ++t) {
-        const size_t row = ((block * 64 + t) * size_t{format_.kv_heads} + head) * 64;
-        reference::RotateRows({.x = k_[layer].data() + row,
-                               .x_stride = 64,
-                               .r = rotations_.RotationK(layer, head),
-                               .rows_count = 1,
-                               .dim = 64},
-                              run + t * 64, 64);
-        reference::RotateRows({.x = v_[layer].data() + row,
-                               .x_stride = 64,
-                               .r = rotations_.RotationV(layer, head),
-                               .rows_count = 1,
-                               .dim = 64},
-                              run + (64 + t) * 64, 64);
-      }
-      BadRow bad;
-      ASSERT_TRUE(reference::QuantizeRun({.k = run,
-                                          .v = run + 64 * 64,
-                                          .row_stride = 64,
-                                          .dim = 64,
-                                          .group_size = 64,
-                                          .clip_rank_k = 61,
-                                          .clip_rank_v = 61},
-                                         int2.back().data() + layout.run_bytes(Codec::kInt2) * head,
-                                         &bad)
-                      .ok());
-    }
+    bf16.push_back(ReferenceBf16Page(layout, layer, block));
+    int2.push_back(ReferenceInt2Page(layout, bf16.back()));
   }
   for (const uint32_t position : {0u, 1u, 63u, 64u, 319u, 320u, 383u, 384u, 500u, 699u}) {
     const uint32_t b = position / 64;

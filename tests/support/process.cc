@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -20,11 +21,8 @@
 namespace okv::testing_support {
 namespace {
 
-// How long a poll waits for a state of another process: nothing notifies us of a file.
-void Pause() {
-  const timespec pause = {.tv_sec = 0, .tv_nsec = 5'000'000};
-  nanosleep(&pause, nullptr);
-}
+// Between two looks at another process: nothing notifies us of a file or an exit.
+void Pause() { poll(nullptr, 0, /*timeout=*/5); }
 
 std::string ProgramPath(const std::string& name) {
   if (name.find('/') != std::string::npos) return name;
