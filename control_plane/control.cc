@@ -4,27 +4,74 @@
 
 #include <algorithm>
 
-#include "absl/strings/numbers.h"
+#include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "control_plane/placement.h"
 #include "proto/check.h"
+#include "proto/fields.h"
+#include "proto/page_layout.h"
 #include "proto/status_macros.h"
 
 namespace okv {
 namespace {
 
 constexpr absl::string_view kTicketKey = "ticket_key";
-constexpr absl::string_view kWriteIdsEnd = "write_ids_end";
-// Write ids are leased from the state this many at a time: one durable write for a million of them.
-constexpr uint64_t kWriteIdsLease = 1'000'000;
+constexpr absl::string_view kNodePrefix = "node/";
+constexpr size_t kTicketKeyBytes = 32;
 constexpr int64_t kNanosPerMs = 1'000'000;
+constexpr size_t kNodeTextBytesMax = 255;
+constexpr size_t kTiersMax = 16;
+// Steps under the mutex: about 0.3 us an object, so that a lookup waits 0.1 ms for one.
+constexpr size_t kObjectsPerStep = 256;
+constexpr size_t kReservationsPerStep = 64;
 
-// Both go into tickets, which have a limit.
-absl::Status CheckName(absl::string_view field, const std::string& name) {
-  if (!name.empty() && name.size() <= kTicketTextBytesMax) return absl::OkStatus();
+absl::Status CheckText(absl::string_view field, const std::string& text, size_t bytes_max) {
+  if (text.empty()) return absl::InvalidArgumentError(absl::StrCat(field, " is missing"));
+  if (text.size() <= bytes_max) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat(field, name.empty() ? " is missing" : " is longer than ",
-                   name.empty() ? "" : absl::StrCat(kTicketTextBytesMax, " bytes")));
+      absl::StrCat(field, " is ", text.size(), " bytes long; at most ", bytes_max));
+}
+
+absl::Status CheckTenant(const std::string& tenant) {
+  return CheckText("tenant", tenant, kTicketTextBytesMax);
+}
+
+absl::Status CheckNode(const NodeDescription& node) {
+  OKV_RETURN_IF_ERROR(CheckText("node_id", node.node_id, kNodeTextBytesMax));
+  OKV_RETURN_IF_ERROR(CheckText("data_address", node.data_address, kNodeTextBytesMax));
+  if (node.metrics_address.size() > kNodeTextBytesMax) {
+    return CheckText("metrics_address", node.metrics_address, kNodeTextBytesMax);
+  }
+  if (node.tiers.size() <= kTiersMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(node.tiers.size(), " tiers; at most ", kTiersMax));
+}
+
+std::string EncodeNode(const NodeDescription& node) {
+  std::string bytes;
+  FieldWriter writer(&bytes);
+  writer.Bytes(1, node.data_address);
+  writer.Bytes(2, node.metrics_address);
+  return bytes;
+}
+
+// The announcement fits its format: a writer's bug is told before a byte moves.
+absl::Status CheckAnnouncement(const ObjectAnnouncement& object, const PageLayout& layout) {
+  if (object.parent.has_value() != (object.index.value() > 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("block ", object.index.value(),
+                     object.parent.has_value() ? " has a" : " lacks its", " parent"));
+  }
+  const size_t expected = layout.block_bytes(object.id.codec);
+  if (object.payload_bytes == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("payload_bytes is ", object.payload_bytes, "; a ",
+                                                 CodecName(object.id.codec), " block of the format",
+                                                 " has ", expected));
+}
+
+PlacementAnswer Refusal(absl::Status status) {
+  PlacementAnswer answer;
+  answer.status = std::move(status);
+  return answer;
 }
 
 }  // namespace
@@ -33,54 +80,56 @@ absl::Status ControlOptions::Validate() const {
   if (heartbeat_interval_ms == 0) {
     return absl::InvalidArgumentError("heartbeat_interval_ms must be positive");
   }
-  if (node_timeout_ms < 2 * heartbeat_interval_ms) {
+  if (node_timeout_ms / 2 < heartbeat_interval_ms) {
     return absl::InvalidArgumentError("node_timeout_ms must be at least two heartbeat intervals");
   }
   if (reservation_timeout_ms == 0) {
     return absl::InvalidArgumentError("reservation_timeout_ms must be positive");
   }
-  if (ticket_lifetime_s == 0)
+  if (ticket_lifetime_s == 0) {
     return absl::InvalidArgumentError("ticket_lifetime_s must be positive");
+  }
+  if (nodes_max == 0) return absl::InvalidArgumentError("nodes_max must be positive");
+  if (reservations_max == 0) return absl::InvalidArgumentError("reservations_max must be positive");
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<Control>> Control::Create(const ControlOptions& options,
                                                          State* state, const Clock* clock) {
   OKV_RETURN_IF_ERROR(options.Validate());
-  std::unique_ptr<Control> control(new Control(options, state, clock));
+  std::unique_ptr<Control> control = absl::WrapUnique(new Control(options, state, clock));
   OKV_RETURN_IF_ERROR(control->Load());
   return control;
 }
 
 absl::Status Control::Load() {
   OKV_ASSIGN_OR_RETURN(rotations_, RotationRegistry::Open(state_, clock_));
+  OKV_ASSIGN_OR_RETURN(ids_, IdAllocator::Open(state_));
   absl::StatusOr<std::string> key = state_->Get(kTicketKey);
   if (absl::IsNotFound(key.status())) {
-    std::string fresh(32, '\0');
-    OKV_CHECK(RAND_bytes(reinterpret_cast<unsigned char*>(fresh.data()), 32) == 1);
+    std::string fresh(kTicketKeyBytes, '\0');
+    OKV_CHECK(RAND_bytes(reinterpret_cast<unsigned char*>(fresh.data()), kTicketKeyBytes) == 1);
     OKV_RETURN_IF_ERROR(state_->Put(kTicketKey, fresh));
     key = fresh;
   }
   OKV_RETURN_IF_ERROR(key.status());
+  if (key->size() != kTicketKeyBytes) {
+    return absl::DataLossError(absl::StrCat("state: the ticket key has ", key->size(), " bytes"));
+  }
   ticket_key_ = *std::move(key);
 
+  OKV_ASSIGN_OR_RETURN(const auto nodes, state_->List(kNodePrefix));
   MutexLock lock(&mu_);
-  const absl::StatusOr<std::string> end = state_->Get(kWriteIdsEnd);
-  if (!end.ok() && !absl::IsNotFound(end.status())) return end.status();
-  if (end.ok() && !absl::SimpleAtoi(*end, &write_ids_end_)) {
-    return absl::DataLossError(absl::StrCat("state: '", kWriteIdsEnd, "' is not a number"));
+  for (const auto& [name, bytes] : nodes) {
+    FieldReader reader(bytes);
+    NodeDescription node;
+    node.node_id = name.substr(kNodePrefix.size());
+    node.data_address = std::string(reader.Bytes(1, kNodeTextBytesMax));
+    node.metrics_address = std::string(reader.Bytes(2, kNodeTextBytesMax));
+    if (!reader.done()) return absl::DataLossError(absl::StrCat("state: '", name, "' is damaged"));
+    nodes_.AddKnown(node, clock_->NowNanos());
   }
-  next_write_id_ = write_ids_end_;
   return absl::OkStatus();
-}
-
-absl::StatusOr<WriteId> Control::NextWriteId() {
-  if (next_write_id_ == write_ids_end_) {
-    const uint64_t end = write_ids_end_ + kWriteIdsLease;
-    OKV_RETURN_IF_ERROR(state_->Put(kWriteIdsEnd, absl::StrCat(end)));
-    write_ids_end_ = end;
-  }
-  return WriteId(++next_write_id_);
 }
 
 ScopeId Control::Scope(const std::string& tenant, const FormatId& format_id) {
@@ -89,203 +138,320 @@ ScopeId Control::Scope(const std::string& tenant, const FormatId& format_id) {
 }
 
 absl::StatusOr<Session> Control::OpenSession(const std::string& tenant, const std::string& format) {
-  OKV_RETURN_IF_ERROR(CheckName("tenant", tenant));
-  OKV_ASSIGN_OR_RETURN(const Format registered, rotations_->RegisterFormat(format));
+  OKV_RETURN_IF_ERROR(CheckTenant(tenant));
+  OKV_ASSIGN_OR_RETURN(const FormatId id, rotations_->RegisterFormat(format));
   const int64_t expires = clock_->WallMicros() + int64_t{options_.ticket_lifetime_s} * 1'000'000;
-  const FormatId id = registered.id();
+  const Ticket ticket = {.tenant = tenant, .format_id = id, .expires_wall_us = expires};
   return Session{.format_id = id,
-                 .ticket = SealTicket(
-                     {.tenant = tenant, .format_id = id, .expires_wall_us = expires}, ticket_key_),
+                 .ticket = SealTicket(ticket, ticket_key_),
                  .ticket_expires_wall_us = expires,
+                 // Never empty, so no two tenants share a key.
                  .tenant_salt = tenant};
-}
-
-std::vector<uint32_t> Control::NodesOf(ScopeId scope, const ObjectId& id, LookupAnswer* answer,
-                                       absl::flat_hash_map<NodeSlot, uint32_t>* places) const {
-  std::vector<uint32_t> indexes;
-  const PrefixIndex::Nodes* holders = index_.Find(scope, id);
-  if (holders == nullptr) return indexes;
-  for (const NodeSlot slot : *holders) {
-    const auto [place, is_new] =
-        places->try_emplace(slot, static_cast<uint32_t>(answer->nodes.size()));
-    if (is_new) {
-      const NodeState& node = nodes_.at(slot);
-      answer->nodes.push_back({.node_id = node.node_id, .data_address = node.data_address});
-    }
-    indexes.push_back(place->second);
-  }
-  return indexes;
 }
 
 absl::StatusOr<LookupAnswer> Control::Lookup(const std::string& tenant, const FormatId& format_id,
                                              absl::Span<const BlockKey> keys) {
-  OKV_ASSIGN_OR_RETURN(const Format format, rotations_->FindFormat(format_id));
-  MutexLock lock(&mu_);
+  OKV_RETURN_IF_ERROR(CheckTenant(tenant));
+  OKV_ASSIGN_OR_RETURN(const Format* format, rotations_->FindFormat(format_id));
+  const PrefixWindows windows = {.sink_blocks = format->sink_blocks(),
+                                 .recent_blocks = format->recent_blocks()};
   LookupAnswer answer;
+  MutexLock lock(&mu_);
   const auto scope = scopes_.find({tenant, format_id});
   if (scope == scopes_.end()) return answer;
-  answer.match =
-      index_.Match(scope->second, keys,
-                   {.sink_blocks = format.sink_blocks(), .recent_blocks = format.recent_blocks()});
+  const PrefixMatch match = index_.Match(scope->second, keys, windows);
+  answer.prefix_blocks = match.prefix_blocks;
+  answer.resume_boundary = match.resume_boundary;
+  answer.locations.reserve(match.locations.size());
   absl::flat_hash_map<NodeSlot, uint32_t> places;
-  const uint32_t blocks = std::max(answer.match.prefix_blocks, answer.match.resume_boundary);
-  answer.blocks.reserve(blocks);
-  for (uint32_t i = 0; i < blocks; ++i) {
-    LookupAnswer::Block block;
-    block.int2_nodes =
-        NodesOf(scope->second, {.key = keys[i], .codec = Codec::kInt2}, &answer, &places);
-    block.bf16_nodes =
-        NodesOf(scope->second, {.key = keys[i], .codec = Codec::kBf16}, &answer, &places);
-    answer.blocks.push_back(std::move(block));
+  for (const ObjectLocation& location : match.locations) {
+    const auto [place, is_new] =
+        places.try_emplace(location.node, static_cast<uint32_t>(answer.nodes.size()));
+    if (is_new) {
+      const NodeDescription& node = nodes_.at(location.node).description;
+      answer.nodes.push_back({.node_id = node.node_id, .data_address = node.data_address});
+    }
+    answer.locations.push_back(
+        {.block = location.block, .codec = location.codec, .node = place->second});
   }
   return answer;
 }
 
-std::vector<NodeSlot> Control::PreferredNodes(ScopeId scope,
-                                              const ObjectAnnouncement& object) const {
+std::vector<NodeSlot> Control::PreferredNodes(const ScopedObject& object,
+                                              const std::optional<BlockKey>& parent) const {
   std::vector<NodeSlot> preferred;
-  const auto add = [&](const BlockKey& key) {
+  const BlockKey* const keys[] = {&object.id.key, parent.has_value() ? &*parent : nullptr};
+  for (const BlockKey* key : keys) {
+    if (key == nullptr) continue;
     for (const Codec codec : kCodecs) {
-      const ObjectId id = {.key = key, .codec = codec};
-      if (const PrefixIndex::Nodes* holders = index_.Find(scope, id); holders != nullptr) {
-        preferred.insert(preferred.end(), holders->begin(), holders->end());
-      }
-      if (const PendingWrite* open = reservations_.Find(id); open != nullptr) {
-        preferred.push_back(open->node);
-      }
+      const ObjectId id = {.key = *key, .codec = codec};
+      for (const NodeSlot node : index_.Find(object.scope, id)) preferred.push_back(node);
+      const PendingWrite* open =
+          reservations_.Find({.scope = object.scope, .id = id}, clock_->NowNanos());
+      if (open != nullptr) preferred.push_back(open->node);
     }
-  };
-  add(object.id.key);
-  if (object.parent.has_value()) add(*object.parent);
+  }
   return preferred;
 }
 
-PlacementAnswer Control::Grant(const ObjectAnnouncement& object,
-                               const PendingWrite& reservation) const {
-  const NodeState& node = nodes_.at(reservation.node);
-  const int64_t left_us =
-      std::max<int64_t>(0, reservation.expires_nanos - clock_->NowNanos()) / 1000;
-  const Reservation sealed = {.tenant = object.tenant,
-                              .format_id = object.format_id,
-                              .object = object.id,
-                              .node_id = node.node_id,
-                              .write_id = reservation.write_id,
-                              .expires_wall_us = clock_->WallMicros() + left_us};
-  return {.status = absl::OkStatus(),
-          .node = {.node_id = node.node_id, .data_address = node.data_address},
-          .write_id = reservation.write_id,
-          .reservation = SealReservation(sealed, ticket_key_)};
+PlacementAnswer Control::Grant(const PendingWrite& reservation) const {
+  const NodeDescription& node = nodes_.at(reservation.node).description;
+  const int64_t left_us = (reservation.expires_nanos - clock_->NowNanos()) / 1000;
+  PlacementAnswer answer;
+  answer.node = {.node_id = node.node_id, .data_address = node.data_address};
+  answer.write_id = reservation.write_id;
+  answer.expires_wall_us = clock_->WallMicros() + std::max<int64_t>(0, left_us);
+  return answer;
 }
 
-absl::StatusOr<PlacementAnswer> Control::ReserveOne(ScopeId scope, const std::string& write_group,
-                                                    const ObjectAnnouncement& object) {
-  const auto refuse = [](absl::Status status) {
-    return PlacementAnswer{
-        .status = std::move(status), .node = {}, .write_id = {}, .reservation = {}};
-  };
-  if (index_.Find(scope, object.id) != nullptr) {
-    return refuse(absl::AlreadyExistsError("the object is stored"));
+bool Control::Release(const ScopedObject& object, PendingWrite* released) {
+  if (!reservations_.Take(object, released)) return false;
+  nodes_.at(released->node).reserved_bytes -= released->payload_bytes;
+  return true;
+}
+
+absl::StatusOr<PlacementAnswer> Control::ReserveOne(const ScopedObject& object,
+                                                    const std::string& write_group,
+                                                    const ObjectAnnouncement& announcement) {
+  if (!index_.Find(object.scope, object.id).empty()) {
+    return Refusal(absl::AlreadyExistsError("the object is stored"));
   }
-  if (const PendingWrite* open = reservations_.Find(object.id); open != nullptr) {
-    if (nodes_.at(open->node).alive) {
-      if (open->write_group == write_group) return Grant(object, *open);
-      return refuse(absl::AbortedError("another writer has reserved the object"));
+  const int64_t now = clock_->NowNanos();
+  const int64_t lifetime = options_.reservation_timeout_ms * kNanosPerMs;
+  if (const PendingWrite* open = reservations_.Find(object, now); open != nullptr) {
+    const bool node_alive = nodes_.at(open->node).alive;
+    if (node_alive && open->write_group != write_group) {
+      return Refusal(absl::AbortedError("another writer has reserved the object"));
     }
-    PendingWrite lost;  // Its node died: nobody can commit it any more.
-    reservations_.Take(object.id, &lost);
-    nodes_.at(lost.node).reserved_bytes -= lost.payload_bytes;
+    if (node_alive) {
+      if (open->expires_nanos - now < lifetime / 2) reservations_.Extend(object, now + lifetime);
+      return Grant(*open);
+    }
   }
-  const bool any_alive = std::any_of(nodes_.nodes().begin(), nodes_.nodes().end(),
-                                     [](const NodeState& node) { return node.alive; });
-  if (!any_alive) return refuse(absl::UnavailableError("no node is alive"));
+  // Expired, or on a node that is gone: nobody can commit it any more.
+  PendingWrite lost;
+  Release(object, &lost);
+  if (nodes_.alive_count() == 0) return Refusal(absl::UnavailableError("no node is alive"));
+  if (reservations_.size() >= options_.reservations_max) {
+    return Refusal(absl::ResourceExhaustedError("too many open reservations"));
+  }
   const std::optional<NodeSlot> slot =
-      PlaceObject(nodes_, PreferredNodes(scope, object), object.id.key, object.payload_bytes);
+      PlaceObject(nodes_, PreferredNodes(object, announcement.parent), object.id.key,
+                  announcement.payload_bytes);
   if (!slot.has_value()) {
-    return refuse(absl::ResourceExhaustedError(
-        absl::StrCat("no node has ", object.payload_bytes, " bytes free")));
+    return Refusal(absl::ResourceExhaustedError(
+        absl::StrCat("no node has ", announcement.payload_bytes, " bytes free")));
   }
-  OKV_ASSIGN_OR_RETURN(const WriteId write_id, NextWriteId());
-  const PendingWrite reservation = {
-      .write_group = write_group,
-      .write_id = write_id,
-      .node = *slot,
-      .payload_bytes = object.payload_bytes,
-      .expires_nanos = clock_->NowNanos() + options_.reservation_timeout_ms * kNanosPerMs};
-  reservations_.Add(object.id, reservation);
-  nodes_.at(*slot).reserved_bytes += object.payload_bytes;
-  return Grant(object, reservation);
+  OKV_ASSIGN_OR_RETURN(const uint64_t write_id, ids_->Next());
+  const PendingWrite reservation = {.write_group = write_group,
+                                    .write_id = WriteId(write_id),
+                                    .node = *slot,
+                                    .payload_bytes = announcement.payload_bytes,
+                                    .expires_nanos = now + lifetime};
+  reservations_.Add(object, reservation);
+  nodes_.at(*slot).reserved_bytes += announcement.payload_bytes;
+  return Grant(reservation);
 }
 
 absl::StatusOr<std::vector<PlacementAnswer>> Control::Reserve(
     const std::string& tenant, const FormatId& format_id, const std::string& write_group,
     absl::Span<const ObjectAnnouncement> objects) {
-  OKV_RETURN_IF_ERROR(rotations_->FindFormat(format_id).status());
-  if (write_group.empty()) return absl::InvalidArgumentError("write_group is missing");
-  MutexLock lock(&mu_);
-  const ScopeId scope = Scope(tenant, format_id);
+  OKV_RETURN_IF_ERROR(CheckTenant(tenant));
+  OKV_RETURN_IF_ERROR(CheckText("write_group", write_group, kTicketTextBytesMax));
+  OKV_ASSIGN_OR_RETURN(const Format* format, rotations_->FindFormat(format_id));
+  const PageLayout layout = PageLayout::Of(*format);
+  for (const ObjectAnnouncement& object : objects) {
+    OKV_RETURN_IF_ERROR(CheckAnnouncement(object, layout));
+  }
   std::vector<PlacementAnswer> answers;
   answers.reserve(objects.size());
-  for (const ObjectAnnouncement& object : objects) {
-    OKV_ASSIGN_OR_RETURN(PlacementAnswer answer, ReserveOne(scope, write_group, object));
-    answers.push_back(std::move(answer));
+  while (answers.size() < objects.size()) {
+    const size_t end = std::min(objects.size(), answers.size() + kReservationsPerStep);
+    MutexLock lock(&mu_);
+    const ScopeId scope = Scope(tenant, format_id);
+    while (answers.size() < end) {
+      const ObjectAnnouncement& object = objects[answers.size()];
+      OKV_ASSIGN_OR_RETURN(PlacementAnswer answer,
+                           ReserveOne({.scope = scope, .id = object.id}, write_group, object));
+      answers.push_back(std::move(answer));
+    }
+  }
+  for (size_t i = 0; i < answers.size(); ++i) {
+    if (!answers[i].status.ok()) continue;
+    const Reservation reservation = {.tenant = tenant,
+                                     .format_id = format_id,
+                                     .object = objects[i].id,
+                                     .node_id = answers[i].node.node_id,
+                                     .write_id = answers[i].write_id,
+                                     .expires_wall_us = answers[i].expires_wall_us};
+    answers[i].reservation = SealReservation(reservation, ticket_key_);
   }
   return answers;
 }
 
-absl::StatusOr<NodeRegistration> Control::RegisterNode(const NodeState& description) {
-  OKV_RETURN_IF_ERROR(CheckName("node_id", description.node_id));
-  if (description.data_address.empty()) {
-    return absl::InvalidArgumentError("data_address is missing");
+absl::Status Control::StoreNode(const NodeDescription& description) {
+  {
+    MutexLock lock(&mu_);
+    const NodeState* known = nodes_.Find(description.node_id);
+    if (known != nullptr && EncodeNode(known->description) == EncodeNode(description)) {
+      return absl::OkStatus();
+    }
+    if (known == nullptr && nodes_.nodes().size() >= options_.nodes_max) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "node '", description.node_id, "': ", options_.nodes_max, " nodes are known already"));
+    }
   }
-  MutexLock lock(&mu_);
-  const NodeState* node = nodes_.Register(description, clock_->NowNanos());
-  index_.RemoveNode(node->slot);  // The inventory that follows says what it holds.
-  return NodeRegistration{.epoch = node->epoch, .ticket_key = ticket_key_};
+  return state_->Put(absl::StrCat(kNodePrefix, description.node_id), EncodeNode(description));
 }
 
-bool Control::Heartbeat(const std::string& node_id, uint64_t epoch, std::vector<TierState> tiers) {
+absl::StatusOr<NodeRegistration> Control::RegisterNode(const NodeDescription& description) {
+  OKV_RETURN_IF_ERROR(CheckNode(description));
+  OKV_RETURN_IF_ERROR(StoreNode(description));
+  NodeRegistration registration;
+  registration.ticket_key = ticket_key_;
+  {
+    MutexLock lock(&mu_);
+    // Under the mutex: of two registrations the later one has the higher epoch.
+    OKV_ASSIGN_OR_RETURN(registration.epoch, ids_->Next());
+    NodeState* node = nodes_.Register(description, registration.epoch, clock_->NowNanos());
+    // The inventory that follows says what it holds.
+    if (node->holder.has_value()) index_.Drop(*node->holder);
+    if (node->inventory.has_value()) index_.Drop(*node->inventory);
+    node->inventory.reset();
+    node->holder = index_.AddHolder(node->slot);
+    index_.Show(*node->holder);
+  }
+  CollectGarbage();
+  return registration;
+}
+
+bool Control::Heartbeat(const NodeEpoch& node, std::vector<TierState> tiers) {
   MutexLock lock(&mu_);
-  const absl::StatusOr<NodeState*> node = nodes_.FindCurrent(node_id, epoch);
-  if (!node.ok()) return false;
-  (*node)->heartbeat_nanos = clock_->NowNanos();
-  (*node)->tiers = std::move(tiers);
+  const absl::StatusOr<NodeState*> found = nodes_.FindCurrent(node.node_id, node.epoch);
+  if (!found.ok()) return false;
+  (*found)->heartbeat_nanos = clock_->NowNanos();
+  (*found)->description.tiers = std::move(tiers);
+  (*found)->committed_bytes = 0;
   return true;
 }
 
-absl::Status Control::BeginInventory(const std::string& node_id, uint64_t epoch) {
-  MutexLock lock(&mu_);
-  OKV_ASSIGN_OR_RETURN(const NodeState* node, nodes_.FindCurrent(node_id, epoch));
-  index_.RemoveNode(node->slot);
+void Control::RecordAdded(NodeState* node, const ObjectAnnouncement& object) {
+  const ScopeId scope = Scope(object.tenant, object.format_id);
+  const IndexedObject indexed = {
+      .scope = scope, .id = object.id, .payload_bytes = object.payload_bytes};
+  index_.Add(*node->holder, indexed);
+  if (node->inventory.has_value()) index_.Add(*node->inventory, indexed);
+  const ScopedObject scoped = {.scope = scope, .id = object.id};
+  const PendingWrite* open = reservations_.Find(scoped, clock_->NowNanos());
+  // A copy that another node reports leaves a write that is under way alone.
+  if (open == nullptr || open->node != node->slot) return;
+  PendingWrite committed;
+  Release(scoped, &committed);
+  node->committed_bytes += committed.payload_bytes;
+}
+
+absl::Status Control::ReportCommits(const NodeEpoch& node,
+                                    absl::Span<const ObjectAnnouncement> added,
+                                    absl::Span<const ObjectId> removed) {
+  while (!added.empty() || !removed.empty()) {
+    const auto adding = added.subspan(0, kObjectsPerStep);
+    const auto removing = removed.subspan(0, kObjectsPerStep);
+    added.remove_prefix(adding.size());
+    removed.remove_prefix(removing.size());
+    MutexLock lock(&mu_);
+    OKV_ASSIGN_OR_RETURN(NodeState * state, nodes_.FindCurrent(node.node_id, node.epoch));
+    state->heartbeat_nanos = clock_->NowNanos();
+    for (const ObjectAnnouncement& object : adding) RecordAdded(state, object);
+    for (const ObjectId& id : removing) {
+      index_.Remove(*state->holder, id);
+      if (state->inventory.has_value()) index_.Remove(*state->inventory, id);
+    }
+  }
   return absl::OkStatus();
 }
 
-absl::Status Control::ReportObjects(const std::string& node_id, uint64_t epoch,
-                                    absl::Span<const ObjectAnnouncement> added,
-                                    absl::Span<const ObjectId> removed) {
+absl::StatusOr<uint64_t> Control::BeginInventory(const NodeEpoch& node) {
   MutexLock lock(&mu_);
-  OKV_ASSIGN_OR_RETURN(NodeState * node, nodes_.FindCurrent(node_id, epoch));
-  node->heartbeat_nanos = clock_->NowNanos();
-  for (const ObjectAnnouncement& object : added) {
-    index_.Add(node->slot, {.scope = Scope(object.tenant, object.format_id),
-                            .id = object.id,
-                            .payload_bytes = object.payload_bytes});
-    PendingWrite committed;
-    if (!reservations_.Take(object.id, &committed)) continue;
-    nodes_.at(committed.node).reserved_bytes -= committed.payload_bytes;
+  OKV_ASSIGN_OR_RETURN(NodeState * state, nodes_.FindCurrent(node.node_id, node.epoch));
+  OKV_ASSIGN_OR_RETURN(state->inventory_id, ids_->Next());
+  if (state->inventory.has_value()) index_.Drop(*state->inventory);
+  state->inventory = index_.AddHolder(state->slot);
+  state->heartbeat_nanos = clock_->NowNanos();
+  return state->inventory_id;
+}
+
+absl::StatusOr<NodeState*> Control::FindInventory(const NodeEpoch& node, uint64_t inventory) {
+  OKV_ASSIGN_OR_RETURN(NodeState * state, nodes_.FindCurrent(node.node_id, node.epoch));
+  if (state->inventory.has_value() && state->inventory_id == inventory) return state;
+  return absl::AbortedError(
+      absl::StrCat("node '", node.node_id, "': another inventory began in the meantime"));
+}
+
+absl::Status Control::AddInventory(const NodeEpoch& node, uint64_t inventory,
+                                   absl::Span<const ObjectAnnouncement> objects) {
+  while (!objects.empty()) {
+    const auto adding = objects.subspan(0, kObjectsPerStep);
+    objects.remove_prefix(adding.size());
+    MutexLock lock(&mu_);
+    OKV_ASSIGN_OR_RETURN(NodeState * state, FindInventory(node, inventory));
+    state->heartbeat_nanos = clock_->NowNanos();
+    for (const ObjectAnnouncement& object : adding) {
+      index_.Add(*state->inventory, {.scope = Scope(object.tenant, object.format_id),
+                                     .id = object.id,
+                                     .payload_bytes = object.payload_bytes});
+    }
   }
-  for (const ObjectId& id : removed) index_.Remove(node->slot, id);
   return absl::OkStatus();
+}
+
+absl::Status Control::EndInventory(const NodeEpoch& node, uint64_t inventory) {
+  {
+    MutexLock lock(&mu_);
+    OKV_ASSIGN_OR_RETURN(NodeState * state, FindInventory(node, inventory));
+    index_.Drop(*state->holder);
+    index_.Show(*state->inventory);
+    state->holder = state->inventory;
+    state->inventory.reset();
+    state->heartbeat_nanos = clock_->NowNanos();
+  }
+  CollectGarbage();
+  return absl::OkStatus();
+}
+
+void Control::AbandonInventory(const NodeEpoch& node, uint64_t inventory) {
+  {
+    MutexLock lock(&mu_);
+    const absl::StatusOr<NodeState*> state = FindInventory(node, inventory);
+    if (!state.ok()) return;
+    index_.Drop(*(*state)->inventory);
+    (*state)->inventory.reset();
+  }
+  CollectGarbage();
+}
+
+void Control::CollectGarbage() {
+  for (bool more = true; more;) {
+    MutexLock lock(&mu_);
+    more = index_.Collect(kObjectsPerStep);
+  }
 }
 
 void Control::Sweep() {
-  MutexLock lock(&mu_);
-  const int64_t now = clock_->NowNanos();
-  for (const NodeSlot slot : nodes_.Expire(now - options_.node_timeout_ms * kNanosPerMs)) {
-    index_.RemoveNode(slot);
+  {
+    MutexLock lock(&mu_);
+    const int64_t now = clock_->NowNanos();
+    for (const NodeSlot slot : nodes_.Expire(now - options_.node_timeout_ms * kNanosPerMs)) {
+      NodeState& node = nodes_.at(slot);
+      index_.Drop(*node.holder);
+      node.holder.reset();
+      if (node.inventory.has_value()) index_.Drop(*node.inventory);
+      node.inventory.reset();
+    }
+    for (const PendingWrite& expired : reservations_.Expire(now)) {
+      nodes_.at(expired.node).reserved_bytes -= expired.payload_bytes;
+    }
   }
-  for (const PendingWrite& expired : reservations_.Expire(now)) {
-    nodes_.at(expired.node).reserved_bytes -= expired.payload_bytes;
-  }
+  CollectGarbage();
 }
 
 ClusterStatus Control::Status() const {
@@ -294,11 +460,12 @@ ClusterStatus Control::Status() const {
   status.rotations_count = rotations_->rotations_count();
   MutexLock lock(&mu_);
   for (const NodeState& node : nodes_.nodes()) {
-    status.nodes.push_back(
-        {.state = node,
-         .heartbeat_age_ms = (clock_->NowNanos() - node.heartbeat_nanos) / kNanosPerMs,
-         .objects_count = index_.node_objects_count(node.slot),
-         .objects_bytes = index_.node_objects_bytes(node.slot)});
+    ClusterStatus::Node entry;
+    entry.state = node;
+    entry.heartbeat_age_ms = (clock_->NowNanos() - node.heartbeat_nanos) / kNanosPerMs;
+    entry.objects_count = node.holder ? index_.holder_objects_count(*node.holder) : 0;
+    entry.objects_bytes = node.holder ? index_.holder_objects_bytes(*node.holder) : 0;
+    status.nodes.push_back(std::move(entry));
   }
   status.objects_count = index_.objects_count();
   status.reservations_count = reservations_.size();

@@ -2,6 +2,7 @@
 #define OKV_CONTROL_PLANE_NODE_TABLE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,27 +20,43 @@ struct TierState {
   uint64_t objects_count = 0;
 };
 
-struct NodeState {
-  NodeSlot slot;
+// What a node says of itself when it registers.
+struct NodeDescription {
   std::string node_id;
   std::string data_address;
   std::string metrics_address;
-  uint64_t epoch = 0;
+  std::vector<TierState> tiers;
+};
+
+struct NodeState {
+  NodeSlot slot;
+  NodeDescription description;
+  uint64_t epoch = 0;           // 0: known from before, not registered since.
   int64_t heartbeat_nanos = 0;  // Clock::NowNanos() of the last sign of life.
   bool alive = false;
-  uint64_t reserved_bytes = 0;  // Open reservations.
-  std::vector<TierState> tiers;
+  uint64_t reserved_bytes = 0;   // Open reservations.
+  uint64_t committed_bytes = 0;  // Committed since the last heartbeat, which does not count them.
+  std::optional<HolderSlot> holder;     // Its list in the index; while alive.
+  std::optional<HolderSlot> inventory;  // The list that will replace it, while it arrives.
+  uint64_t inventory_id = 0;            // Which inventory that is.
 
   // What may still be placed here: the free bytes of all tiers less what is promised.
   uint64_t FreeBytes() const;
 };
 
-// Who the nodes are and which of them live. Thread-compatible: the control plane guards it.
+// Who the nodes are and which of them live. A node keeps its slot for as long as this process
+// lives. Thread-compatible: Control guards it.
 class NodeTable {
  public:
-  // A node (again): a new epoch, alive. What an older process of the same id says from now on is
-  // refused.
-  NodeState* Register(const NodeState& description, int64_t now_nanos);
+  // A node that registered with an earlier control plane: dead until it registers again.
+  void AddKnown(const NodeDescription& description, int64_t now_nanos);
+
+  // A node (again): alive under `epoch`. What is said under an older epoch from now on is refused.
+  // Its lists in the index are as before. REQUIRES: an epoch above all earlier ones.
+  NodeState* Register(const NodeDescription& description, uint64_t epoch, int64_t now_nanos);
+
+  // Null when no such node is known.
+  const NodeState* Find(const std::string& node_id) const;
 
   // The node of that id and epoch. kAborted when it is not known, was given up, or registered anew
   // since: the caller registers again.
@@ -48,15 +65,17 @@ class NodeTable {
   // Marks nodes without a sign of life since `deadline_nanos` dead and returns them.
   std::vector<NodeSlot> Expire(int64_t deadline_nanos);
 
-  // REQUIRES: given by Register.
+  // REQUIRES: a slot of this table.
   NodeState& at(NodeSlot slot) { return nodes_[slot.value()]; }
   const NodeState& at(NodeSlot slot) const { return nodes_[slot.value()]; }
-  const std::vector<NodeState>& nodes() const { return nodes_; }
+  const std::vector<NodeState>& nodes() const { return nodes_; }  // By slot.
+  size_t alive_count() const;
 
  private:
-  std::vector<NodeState> nodes_;  // By slot. A node that comes back keeps its slot.
+  NodeState* FindOrAdd(const std::string& node_id);
+
+  std::vector<NodeState> nodes_;
   absl::flat_hash_map<std::string, NodeSlot> slots_;
-  uint64_t next_epoch_ = 1;
 };
 
 }  // namespace okv

@@ -34,7 +34,7 @@ std::optional<NodeSlot> PlaceObject(const NodeTable& nodes, absl::Span<const Nod
   for (const NodeState& node : nodes.nodes()) {
     if (!fits(node)) continue;
     const double weight = static_cast<double>(node.FreeBytes());
-    const double score = -weight / std::log(UnitHash(key, node.node_id));
+    const double score = -weight / std::log(UnitHash(key, node.description.node_id));
     if (best.has_value() && score <= best_score) continue;
     best = node.slot;
     best_score = score;

@@ -59,8 +59,8 @@ absl::Status RotationRegistry::Load() {
   OKV_ASSIGN_OR_RETURN(const auto formats, state_->List(kFormatPrefix));
   for (const auto& [key, canonical] : formats) {
     const absl::StatusOr<Format> format = Format::Parse(canonical);
-    // A format of another page layout version: its sessions are opened anew, or refused, by name.
-    if (format.ok()) formats_[format->id()] = *format;
+    // Another version's format is no damage: its sessions are opened anew, or refused by name.
+    if (format.ok()) formats_[format->id()] = std::make_unique<const Format>(*format);
   }
   return absl::OkStatus();
 }
@@ -98,27 +98,34 @@ std::vector<RotationInfo> RotationRegistry::List(const std::string& model) const
   return list;
 }
 
-absl::StatusOr<Format> RotationRegistry::RegisterFormat(const std::string& canonical) {
+absl::StatusOr<FormatId> RotationRegistry::RegisterFormat(const std::string& canonical) {
   OKV_ASSIGN_OR_RETURN(const Format format, Format::Parse(canonical));
   const FormatId id = format.id();
-  MutexLock lock(&mu_);
-  if (formats_.contains(id)) return format;
-  if (!rotations_.contains(format.rotation_hash)) {
-    return absl::FailedPreconditionError(absl::StrCat("field 'rotation_hash': no rotation set ",
-                                                      format.rotation_hash.Hex(), " is published"));
+  {
+    MutexLock lock(&mu_);
+    if (formats_.contains(id)) return id;
+    if (!rotations_.contains(format.rotation_hash)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "field 'rotation_hash': no rotation set ", format.rotation_hash.Hex(), " is published"));
+    }
+    if (formats_.size() >= kFormatsMax) {
+      return absl::ResourceExhaustedError(absl::StrCat(kFormatsMax, " formats are in use already"));
+    }
   }
-  OKV_ASSIGN_OR_RETURN(const std::string file, state_->Get(RotationKey(format.rotation_hash)));
+  // Reading and checking a whole set takes a while: nobody waits for it under the mutex.
+  OKV_ASSIGN_OR_RETURN(const std::string file, Get(format.rotation_hash));
   OKV_ASSIGN_OR_RETURN(const RotationSet set, RotationSet::Parse(file));
   OKV_RETURN_IF_ERROR(set.CheckMatches(format));
   OKV_RETURN_IF_ERROR(state_->Put(absl::StrCat(kFormatPrefix, id.Hex()), canonical));
-  formats_[id] = format;
-  return format;
+  MutexLock lock(&mu_);
+  formats_.try_emplace(id, std::make_unique<const Format>(format));
+  return id;
 }
 
-absl::StatusOr<Format> RotationRegistry::FindFormat(const FormatId& id) const {
+absl::StatusOr<const Format*> RotationRegistry::FindFormat(const FormatId& id) const {
   MutexLock lock(&mu_);
   const auto found = formats_.find(id);
-  if (found != formats_.end()) return found->second;
+  if (found != formats_.end()) return found->second.get();
   return absl::FailedPreconditionError(
       absl::StrCat("format ", id.Short(), " is not registered: open a session first"));
 }

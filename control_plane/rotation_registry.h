@@ -1,6 +1,7 @@
 #ifndef OKV_CONTROL_PLANE_ROTATION_REGISTRY_H_
 #define OKV_CONTROL_PLANE_ROTATION_REGISTRY_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -31,10 +32,12 @@ struct RotationInfo {
   int64_t published_wall_us = 0;
 };
 
-// Published rotation sets and the formats that use them: durable, validated once when they come in.
-// Thread-safe.
+// Published rotation sets and the formats that use them: durable, validated when they come in. Only
+// summaries stay in memory (a set is up to 63 MiB). Thread-safe.
 class RotationRegistry {
  public:
+  static constexpr size_t kFormatsMax = 4096;
+
   // Reads what `state` holds; it outlives the registry. kDataLoss naming a set that no longer
   // parses.
   static absl::StatusOr<std::unique_ptr<RotationRegistry>> Open(State* state, const Clock* clock);
@@ -43,8 +46,9 @@ class RotationRegistry {
     RotationHash hash;
     bool already_known;
   };
-  // Takes a safetensors file. Errors are RotationSet::Parse's: nothing is stored then.
-  absl::StatusOr<Published> Publish(const std::string& file);
+  // Takes a safetensors file. Errors are RotationSet::Parse's, and kUnavailable when the state
+  // cannot be written: nothing is published then.
+  absl::StatusOr<Published> Publish(const std::string& file) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The file of a published set. kNotFound.
   absl::StatusOr<std::string> Get(const RotationHash& hash) const;
@@ -52,12 +56,13 @@ class RotationRegistry {
   // Those of `model`, or all when it is empty.
   std::vector<RotationInfo> List(const std::string& model) const;
 
-  // Takes a format (canonical bytes) into use. kInvalidArgument: Format::Parse.
+  // Takes a format (canonical bytes) into use and gives its name. kInvalidArgument: Format::Parse.
   // kFailedPrecondition: its rotation set is not published ("rotation_hash"), or is for another
-  // geometry; the message names the field.
-  absl::StatusOr<Format> RegisterFormat(const std::string& canonical);
-  // kFailedPrecondition when no session was opened with that format.
-  absl::StatusOr<Format> FindFormat(const FormatId& id) const;
+  // geometry; the message names the field. kResourceExhausted: kFormatsMax others are in use.
+  absl::StatusOr<FormatId> RegisterFormat(const std::string& canonical) ABSL_LOCKS_EXCLUDED(mu_);
+  // The format, which lives as long as the registry. kFailedPrecondition when no session was opened
+  // with it: the caller opens one.
+  absl::StatusOr<const Format*> FindFormat(const FormatId& id) const ABSL_LOCKS_EXCLUDED(mu_);
 
   size_t rotations_count() const;
   size_t formats_count() const;
@@ -72,7 +77,7 @@ class RotationRegistry {
 
   mutable Mutex mu_;
   absl::flat_hash_map<RotationHash, RotationInfo> rotations_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<FormatId, Format> formats_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<FormatId, std::unique_ptr<const Format>> formats_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace okv

@@ -20,7 +20,10 @@
 namespace okv {
 namespace {
 
-constexpr int kMessageBytesMax = 64 << 20;
+// 65,536 records of about 150 B.
+constexpr int kMessageBytesMax = 16 << 20;
+// Calls at a time; more are answered RESOURCE_EXHAUSTED. An inventory holds one while it runs.
+constexpr int kThreadsMax = 512;
 
 // Calls Control::Sweep every heartbeat interval. Thread-safe.
 class Sweeper {
@@ -64,8 +67,8 @@ class GrpcControlServer final : public ControlServer {
         metrics_(control_.get()),
         service_(control_.get(), &metrics_) {}
   ~GrpcControlServer() override {
+    if (server_ == nullptr) return;
     // Calls in flight get a second to end.
-    if (server_ == nullptr) return;  // Serve failed.
     server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
   }
 
@@ -78,6 +81,7 @@ class GrpcControlServer final : public ControlServer {
     grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
     builder.SetMaxReceiveMessageSize(kMessageBytesMax);
+    builder.SetResourceQuota(grpc::ResourceQuota("okv-control").SetMaxThreads(kThreadsMax));
     // Two control planes on one port would each get half of the calls.
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     int port = 0;
@@ -86,7 +90,7 @@ class GrpcControlServer final : public ControlServer {
     server_ = builder.BuildAndStart();
     if (server_ == nullptr || port == 0) {
       return absl::UnavailableError(
-          absl::StrCat("cannot listen on '", options.listen, "': the port is in use"));
+          absl::StrCat("cannot listen on ", options.listen, ": the port is in use"));
     }
     address_ = absl::StrCat(options.listen.substr(0, options.listen.rfind(':')), ":", port);
     sweeper_.emplace(control_.get());

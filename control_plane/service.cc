@@ -12,6 +12,8 @@ namespace okv {
 namespace {
 
 constexpr int kKeysMax = 65536;
+// An answer has about 350 B a placement, and gRPC clients take messages of up to 4 MiB.
+constexpr int kReserveObjectsMax = 4096;
 constexpr size_t kRotationFileBytesMax = size_t{256} << 20;
 constexpr size_t kChunkBytes = size_t{256} << 10;
 
@@ -27,9 +29,9 @@ absl::Status CheckVersion(uint32_t major, uint32_t minor) {
                                                     " here: not compatible"));
 }
 
-absl::Status CheckCount(absl::string_view what, int count) {
-  if (count <= kKeysMax) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(count, " ", what, "; at most ", kKeysMax));
+absl::Status CheckCount(absl::string_view what, int count, int count_max = kKeysMax) {
+  if (count <= count_max) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(count, " ", what, "; at most ", count_max));
 }
 
 template <typename DigestType>
@@ -45,7 +47,8 @@ absl::Status ReadDigest(absl::string_view field, const std::string& raw, DigestT
 absl::Status ReadObjectId(const std::string& key, v1::CodecId codec, ObjectId* id) {
   OKV_RETURN_IF_ERROR(ReadDigest("key", key, &id->key));
   if (!IsCodec(static_cast<uint32_t>(codec))) {
-    return absl::InvalidArgumentError(absl::StrCat("codec ", static_cast<int>(codec)));
+    return absl::InvalidArgumentError(
+        absl::StrCat("codec ", static_cast<int>(codec), " is not known"));
   }
   id->codec = static_cast<Codec>(codec);
   return absl::OkStatus();
@@ -57,10 +60,6 @@ absl::Status ReadObject(const Message& message, ObjectAnnouncement* object) {
   OKV_RETURN_IF_ERROR(ReadObjectId(message.key(), message.codec(), &object->id));
   object->index = BlockIndex(message.index());
   object->payload_bytes = message.payload_bytes();
-  if (message.parent().empty() != (message.index() == 0)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "block ", message.index(), message.parent().empty() ? " lacks its" : " has a", " parent"));
-  }
   if (message.parent().empty()) return absl::OkStatus();
   return ReadDigest("parent", message.parent(), &object->parent.emplace());
 }
@@ -73,6 +72,7 @@ absl::StatusOr<std::vector<ObjectAnnouncement>> ReadRecords(
     OKV_RETURN_IF_ERROR(ReadObject(records[i], &objects[i]));
     OKV_RETURN_IF_ERROR(ReadDigest("format_id", records[i].format_id(), &objects[i].format_id));
     objects[i].tenant = records[i].tenant();
+    if (objects[i].tenant.empty()) return absl::InvalidArgumentError("tenant is missing");
   }
   return objects;
 }
@@ -116,12 +116,17 @@ absl::Status DoLookup(Control* control, const v1::LookupRequest& request,
   }
   OKV_ASSIGN_OR_RETURN(const LookupAnswer answer,
                        control->Lookup(request.tenant(), format_id, keys));
-  response->set_prefix_blocks(answer.match.prefix_blocks);
-  response->set_resume_boundary(answer.match.resume_boundary);
-  for (const LookupAnswer::Block& block : answer.blocks) {
-    v1::BlockLocations* locations = response->add_blocks();
-    locations->mutable_int2_nodes()->Add(block.int2_nodes.begin(), block.int2_nodes.end());
-    locations->mutable_bf16_nodes()->Add(block.bf16_nodes.begin(), block.bf16_nodes.end());
+  response->set_prefix_blocks(answer.prefix_blocks);
+  response->set_resume_boundary(answer.resume_boundary);
+  const uint32_t blocks = std::max(answer.prefix_blocks, answer.resume_boundary);
+  for (uint32_t i = 0; i < blocks; ++i) response->add_blocks();
+  for (const LookupAnswer::Location& location : answer.locations) {
+    v1::BlockLocations* block = response->mutable_blocks(static_cast<int>(location.block));
+    if (location.codec == Codec::kInt2) {
+      block->add_int2_nodes(location.node);
+    } else {
+      block->add_bf16_nodes(location.node);
+    }
   }
   for (const NodeAddressInfo& node : answer.nodes) WriteAddress(node, response->add_nodes());
   return absl::OkStatus();
@@ -129,7 +134,7 @@ absl::Status DoLookup(Control* control, const v1::LookupRequest& request,
 
 absl::Status DoReserve(Control* control, ControlMetrics* metrics, const v1::ReserveRequest& request,
                        v1::ReserveResponse* response) {
-  OKV_RETURN_IF_ERROR(CheckCount("objects", request.objects_size()));
+  OKV_RETURN_IF_ERROR(CheckCount("objects", request.objects_size(), kReserveObjectsMax));
   FormatId format_id;
   OKV_RETURN_IF_ERROR(ReadDigest("format_id", request.format_id(), &format_id));
   std::vector<ObjectAnnouncement> objects(request.objects_size());
@@ -175,7 +180,7 @@ absl::Status DoPublish(Control* control, grpc::ServerReader<v1::PublishRotationR
 absl::Status DoRegister(Control* control, const v1::RegisterNodeRequest& request,
                         v1::RegisterNodeResponse* response) {
   OKV_RETURN_IF_ERROR(CheckVersion(request.protocol_major(), request.protocol_minor()));
-  NodeState node;
+  NodeDescription node;
   node.node_id = request.node_id();
   node.data_address = request.data_address();
   node.metrics_address = request.metrics_address();
@@ -187,27 +192,37 @@ absl::Status DoRegister(Control* control, const v1::RegisterNodeRequest& request
   return absl::OkStatus();
 }
 
-absl::Status DoInventory(Control* control, grpc::ServerReader<v1::ReportInventoryRequest>* reader,
-                         v1::ReportInventoryResponse* response) {
-  std::string node_id;
-  uint64_t epoch = 0;
+// Feeds the rest of the stream, whose first message is `request`, into the inventory.
+absl::StatusOr<uint64_t> ReadInventory(Control* control, const NodeEpoch& node, uint64_t inventory,
+                                       grpc::ServerReader<v1::ReportInventoryRequest>* reader,
+                                       v1::ReportInventoryRequest* request) {
   uint64_t objects_count = 0;
-  bool begun = false;
-  v1::ReportInventoryRequest request;
-  while (reader->Read(&request)) {
-    if (!begun) {
-      node_id = request.node_id();
-      epoch = request.epoch();
-      OKV_RETURN_IF_ERROR(control->BeginInventory(node_id, epoch));
-      begun = true;
-    }
+  do {
     OKV_ASSIGN_OR_RETURN(const std::vector<ObjectAnnouncement> objects,
-                         ReadRecords(request.objects()));
-    OKV_RETURN_IF_ERROR(control->ReportObjects(node_id, epoch, objects, {}));
+                         ReadRecords(request->objects()));
+    OKV_RETURN_IF_ERROR(control->AddInventory(node, inventory, objects));
     objects_count += objects.size();
+  } while (reader->Read(request));
+  return objects_count;
+}
+
+absl::Status DoInventory(Control* control, grpc::ServerContext* context,
+                         grpc::ServerReader<v1::ReportInventoryRequest>* reader,
+                         v1::ReportInventoryResponse* response) {
+  v1::ReportInventoryRequest request;
+  if (!reader->Read(&request)) {
+    return absl::InvalidArgumentError("an inventory without a first message");
   }
-  if (!begun) return absl::InvalidArgumentError("an inventory without a first message");
-  response->set_objects_count(objects_count);
+  const NodeEpoch node = {.node_id = request.node_id(), .epoch = request.epoch()};
+  OKV_ASSIGN_OR_RETURN(const uint64_t inventory, control->BeginInventory(node));
+  const absl::StatusOr<uint64_t> count = ReadInventory(control, node, inventory, reader, &request);
+  // A stream also ends when the node dies or gives up: what came of it is not its inventory.
+  if (!count.ok() || context->IsCancelled()) {
+    control->AbandonInventory(node, inventory);
+    return count.ok() ? absl::CancelledError("the inventory was cut") : count.status();
+  }
+  OKV_RETURN_IF_ERROR(control->EndInventory(node, inventory));
+  response->set_objects_count(*count);
   return absl::OkStatus();
 }
 
@@ -219,7 +234,8 @@ absl::Status DoCommits(Control* control, const v1::ReportCommitsRequest& request
     OKV_RETURN_IF_ERROR(
         ReadObjectId(request.removed(i).key(), request.removed(i).codec(), &removed[i]));
   }
-  return control->ReportObjects(request.node_id(), request.epoch(), added, removed);
+  return control->ReportCommits({.node_id = request.node_id(), .epoch = request.epoch()}, added,
+                                removed);
 }
 
 }  // namespace
@@ -300,8 +316,8 @@ grpc::Status ControlService::RegisterNode(grpc::ServerContext* context,
 grpc::Status ControlService::Heartbeat(grpc::ServerContext* context,
                                        const v1::HeartbeatRequest* request,
                                        v1::HeartbeatResponse* response) {
-  const bool known =
-      control_->Heartbeat(request->node_id(), request->epoch(), ReadTiers(request->tiers()));
+  const bool known = control_->Heartbeat({.node_id = request->node_id(), .epoch = request->epoch()},
+                                         ReadTiers(request->tiers()));
   response->set_register_again(!known);
   return grpc::Status::OK;
 }
@@ -309,7 +325,7 @@ grpc::Status ControlService::Heartbeat(grpc::ServerContext* context,
 grpc::Status ControlService::ReportInventory(grpc::ServerContext* context,
                                              grpc::ServerReader<v1::ReportInventoryRequest>* reader,
                                              v1::ReportInventoryResponse* response) {
-  return ToGrpc(DoInventory(control_, reader, response));
+  return ToGrpc(DoInventory(control_, context, reader, response));
 }
 
 grpc::Status ControlService::ReportCommits(grpc::ServerContext* context,
@@ -324,14 +340,14 @@ grpc::Status ControlService::GetClusterStatus(grpc::ServerContext* context,
   const ClusterStatus status = control_->Status();
   for (const ClusterStatus::Node& node : status.nodes) {
     v1::NodeStatus* out = response->add_nodes();
-    out->set_node_id(node.state.node_id);
-    out->set_data_address(node.state.data_address);
-    out->set_metrics_address(node.state.metrics_address);
+    out->set_node_id(node.state.description.node_id);
+    out->set_data_address(node.state.description.data_address);
+    out->set_metrics_address(node.state.description.metrics_address);
     out->set_alive(node.state.alive);
     out->set_heartbeat_age_ms(node.heartbeat_age_ms);
     out->set_objects_count(node.objects_count);
     out->set_objects_bytes(node.objects_bytes);
-    for (const TierState& tier : node.state.tiers) {
+    for (const TierState& tier : node.state.description.tiers) {
       v1::TierUsage* usage = out->add_tiers();
       usage->set_tier(tier.tier);
       usage->set_capacity_bytes(tier.capacity_bytes);

@@ -63,6 +63,9 @@ absl::StatusOr<std::unique_ptr<State>> OpenRocksdbState(const std::string& direc
   options.create_if_missing = true;
   options.paranoid_checks = true;
   options.max_open_files = 64;
+  // The log of a process that runs for months stays below 64 MiB.
+  options.keep_log_file_num = 4;
+  options.max_log_file_size = size_t{16} << 20;
   rocksdb::DB* db = nullptr;
   const rocksdb::Status status = rocksdb::DB::Open(options, directory, &db);
   if (!status.ok()) {
