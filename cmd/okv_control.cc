@@ -27,6 +27,7 @@ ABSL_FLAG(std::string, data_dir, "", "directory of the durable state; belongs to
 ABSL_FLAG(uint32_t, heartbeat_interval_ms, 1000, "what nodes are told");
 ABSL_FLAG(uint32_t, node_timeout_ms, 5000, "a node silent for so long is given up");
 ABSL_FLAG(uint32_t, reservation_timeout_ms, 30000, "a writer silent for so long loses its room");
+ABSL_FLAG(uint32_t, ticket_lifetime_s, 3600, "how long a worker's ticket opens node sessions");
 ABSL_FLAG(std::string, port_file, "", "written once it serves: the port, alone on a line");
 
 namespace okv {
@@ -40,10 +41,14 @@ absl::Status Run(const sigset_t& stop) {
   options.control.heartbeat_interval_ms = absl::GetFlag(FLAGS_heartbeat_interval_ms);
   options.control.node_timeout_ms = absl::GetFlag(FLAGS_node_timeout_ms);
   options.control.reservation_timeout_ms = absl::GetFlag(FLAGS_reservation_timeout_ms);
+  options.control.ticket_lifetime_s = absl::GetFlag(FLAGS_ticket_lifetime_s);
   OKV_ASSIGN_OR_RETURN(const std::unique_ptr<ControlServer> server, ControlServer::Start(options));
   if (const std::string path = absl::GetFlag(FLAGS_port_file); !path.empty()) {
     const std::string port = server->address().substr(server->address().rfind(':') + 1);
     OKV_RETURN_IF_ERROR(WriteFileAtomically(path, absl::StrCat(port, "\n")));
+  }
+  if (const std::string metrics = server->metrics_address(); !metrics.empty()) {
+    std::printf("okv-control metrics on %s\n", metrics.c_str());
   }
   std::printf("okv-control ready on %s\n", server->address().c_str());
   std::fflush(stdout);

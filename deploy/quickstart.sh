@@ -101,7 +101,9 @@ field() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.a
 pids+=($!)
 wait_for "$run/control.port" $! okv-control
 control=127.0.0.1:$(cat "$run/control.port")
-"$bin/okvctl" --control "$control" publish "$calibration/oscar.safetensors" >&2
+published=$("$bin/okvctl" --control "$control" publish "$calibration/oscar.safetensors")
+echo "$published" >&2
+rotation=${published##* }  # Workers A and B get the set from the control plane, by its hash.
 for node in 1 2; do
   "$bin/okv-node" --control "$control" --data_dir "$run/node$node" --dram_bytes $((96 << 20)) \
     --disk_bytes $((1 << 30)) --ready_file "$run/node$node.json" \
@@ -117,8 +119,8 @@ echo "okv-control: $control" >&2
 worker() {
   local name=$1
   shift
-  "$bin/okv-worker" run --model "$model" --rotation "$calibration/oscar.safetensors" \
-    --prompt_file "$text" --prompt_tokens 4110 --max_new_tokens 32 --json "$@" \
+  "$bin/okv-worker" run --model "$model" --prompt_file "$text" --prompt_tokens 4110 \
+    --max_new_tokens 32 --json "$@" \
     >"$work/logs/worker-$name.log" || die "worker $name failed"
   head -n -1 "$work/logs/worker-$name.log" >&2
   tail -n 1 "$work/logs/worker-$name.log" >"$run/worker-$name.json"
@@ -127,17 +129,17 @@ ending_a=$'\n\nIn one sentence, the text above is about'
 ending_b=$'\n\nThe most surprising thing in this text is that'
 
 step "5/8 worker A: cold prefill, its blocks go to the nodes"
-worker a --control "$control" --ending "$ending_a" --store
+worker a --control "$control" --rotation "$rotation" --ending "$ending_a" --store
 for node in 1 2; do
   curl -sS --max-time 5 "http://$(field "$run/node$node.json" metrics_address)/metrics" \
     >"$run/node$node.metrics" || die "node $node has no metrics"
 done
 
 step "6/8 worker B: the same prefix, another ending, another process"
-worker b --control "$control" --ending "$ending_b"
+worker b --control "$control" --rotation "$rotation" --ending "$ending_b"
 
 step "7/8 worker B's prompt again, without network and without a hit"
-worker alone --ending "$ending_b"
+worker alone --rotation "$calibration/oscar.safetensors" --ending "$ending_b"
 
 step "8/8 quality: NLL of held-out text with BF16 KV and with INT2 history"
 rotations=oscar=$calibration/oscar.safetensors
