@@ -158,10 +158,14 @@ void Membership::Run() {
     absl::Status status;
     if (!registered_) status = Register();
     if (status.ok()) status = Tend();
-    const milliseconds pause = Settle(status);
+    const Time end = steady_clock::now() + Settle(status);
     MutexLock lock(&mu_);
-    const bool busy = status.ok() && (!reports_.empty() || inventory_needed_);
-    if (!stopping_ && !busy && pause.count() > 0) changed_.WaitFor(&mu_, pause);
+    // After a failure new reports wait for the next try, too.
+    while (!stopping_ && !(status.ok() && (!reports_.empty() || inventory_needed_))) {
+      const auto left = end - steady_clock::now();
+      if (left.count() <= 0) break;
+      changed_.WaitFor(&mu_, left);
+    }
   }
 }
 

@@ -27,7 +27,7 @@ struct MembershipOptions {
   std::chrono::milliseconds rpc_timeout{5000};
   std::chrono::milliseconds inventory_timeout{120'000};
   std::chrono::milliseconds backoff_min{100};
-  std::chrono::milliseconds backoff_max{2000};
+  std::chrono::milliseconds backoff_max{1000};
   // Objects a message: about 150 B each, and gRPC refuses more than 4 MiB.
   size_t objects_per_message = 4096;
   // Reports waiting for an absent control plane; beyond it they are dropped and the inventory,

@@ -523,8 +523,9 @@ void DataPlane::OnRoom(uint64_t session_id, uint64_t serial, absl::StatusOr<Exte
   OKV_CHECK(found != session->incoming.end());
   Incoming* incoming = found->second.get();
   if (!extent.ok()) {
-    AnswerPut(session, incoming->request_id, extent.status());
-    session->incoming.erase(found);
+    const uint64_t request_id = incoming->request_id;
+    session->incoming.erase(found);  // Before the answer: the writer may try again at once.
+    AnswerPut(session, request_id, extent.status());
     return;
   }
   incoming->extent = *std::move(extent);
@@ -540,9 +541,12 @@ void DataPlane::OnReceived(uint64_t session_id, uint64_t serial, const absl::Sta
   if (session == nullptr) return;
   const auto found = session->incoming.find(serial);
   OKV_CHECK(found != session->incoming.end());
-  const std::unique_ptr<Incoming> incoming = std::move(found->second);
+  std::unique_ptr<Incoming> incoming = std::move(found->second);
   session->incoming.erase(found);
-  AnswerPut(session, incoming->request_id, status.ok() ? CommitIncoming(incoming.get()) : status);
+  const uint64_t request_id = incoming->request_id;
+  const absl::Status end = status.ok() ? CommitIncoming(incoming.get()) : status;
+  incoming.reset();  // Before the answer: the writer may try again at once.
+  AnswerPut(session, request_id, end);
 }
 
 absl::Status DataPlane::CommitIncoming(Incoming* incoming) {

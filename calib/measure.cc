@@ -1,6 +1,7 @@
 #include "calib/measure.h"
 
 #include <algorithm>
+#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -99,6 +100,7 @@ absl::Status QuantizeBlock(const LayerRotation& rotation, uint32_t head, uint32_
   return absl::OkStatus();
 }
 
+// `layer` is an extract (ExtractRanges).
 absl::StatusOr<LayerDump> QuantizeLayer(const LayerDump& layer, const LayerRotation& rotation,
                                         ThreadPool* pool) {
   LayerDump quantized = layer;
@@ -180,7 +182,70 @@ Ratio Compare(const std::vector<float>& exact, const std::vector<float>& approxi
   return ratio;
 }
 
+// Puts the first `tokens` tokens of every head back as they were.
+void RestoreTokens(const std::vector<float>& exact, size_t tokens, size_t width,
+                   std::vector<float>* changed) {
+  std::copy(exact.begin(), exact.begin() + static_cast<ptrdiff_t>(tokens * width),
+            changed->begin());
+}
+
 }  // namespace
+
+absl::StatusOr<std::vector<double>> ClipErrors(const LayerDump& layer,
+                                               const LayerRotation& rotation, KvTensor tensor,
+                                               const SequenceRange& range,
+                                               const std::vector<uint32_t>& ranks,
+                                               ThreadPool* pool) {
+  const LayerDump exact = ExtractRanges(layer, {range});
+  std::vector<std::vector<float>> references(layer.query_heads);
+  pool->ParallelFor(layer.query_heads, [&](size_t head) {
+    TiledAttention attention;
+    references[head] = Outputs(exact, static_cast<uint32_t>(head), &attention);
+  });
+  const size_t kept = range.tokens_count > kBlockTokens ? kBlockTokens : 0;
+  const size_t width = size_t{layer.kv_heads} * layer.head_dim;
+  std::vector<double> errors;
+  for (const uint32_t rank : ranks) {
+    LayerRotation candidate = rotation;
+    candidate.clip_rank_k = candidate.clip_rank_v = rank;
+    OKV_ASSIGN_OR_RETURN(LayerDump quantized, QuantizeLayer(exact, candidate, pool));
+    if (tensor == KvTensor::kKeys) {
+      quantized.v = exact.v;
+      RestoreTokens(exact.k, kept, width, &quantized.k);
+    } else {
+      quantized.k = exact.k;
+      RestoreTokens(exact.v, kept, width, &quantized.v);
+    }
+    std::vector<Ratio> parts(layer.query_heads);
+    pool->ParallelFor(layer.query_heads, [&](size_t head) {
+      TiledAttention attention;
+      parts[head] = Compare(references[head],
+                            Outputs(quantized, static_cast<uint32_t>(head), &attention));
+    });
+    errors.push_back(Total(parts).value());
+  }
+  return errors;
+}
+
+std::vector<double> EffectiveTokens(const LayerDump& layer, const SequenceRange& range,
+                                    ThreadPool* pool) {
+  LayerDump signs = ExtractRanges(layer, {range});
+  // Values of random signs: the expected square of an output channel is the sum of the squared
+  // weights.
+  std::mt19937 random(1);
+  for (float& value : signs.v) value = (random() & 1) != 0 ? 1.0f : -1.0f;
+  std::vector<double> tokens(layer.kv_heads);
+  pool->ParallelFor(layer.kv_heads, [&](size_t head) {
+    TiledAttention attention;
+    const uint32_t query_head =
+        static_cast<uint32_t>(head) * (layer.query_heads / layer.kv_heads);
+    const std::vector<float> outputs = Outputs(signs, query_head, &attention);
+    double squares = 0;
+    for (const float x : outputs) squares += double{x} * x;
+    tokens[head] = static_cast<double>(outputs.size()) / squares;
+  });
+  return tokens;
+}
 
 absl::StatusOr<Int2Errors> MeasureInt2(const LayerDump& layer, const LayerRotation& rotation,
                                        const std::vector<Matrix>& query_covariance,

@@ -7,6 +7,7 @@
 #include "absl/status/statusor.h"
 #include "calib/covariance.h"
 #include "calib/dump.h"
+#include "calib/row_error.h"
 #include "kernels/thread_pool.h"
 
 namespace okv {
@@ -38,6 +39,20 @@ struct Int2Errors {
 absl::StatusOr<Int2Errors> MeasureInt2(const LayerDump& layer, const LayerRotation& rotation,
                                        const std::vector<Matrix>& query_covariance,
                                        const std::vector<SequenceRange>& ranges, ThreadPool* pool);
+
+// What clipping does, at each of the ranks: the output error (as above) with only the keys, or only
+// the values, of `range` quantized. The first 64 tokens of the range, which stay in BF16 in a
+// sequence, stay exact if others are left. Errors as MeasureInt2.
+absl::StatusOr<std::vector<double>> ClipErrors(const LayerDump& layer,
+                                               const LayerRotation& rotation, KvTensor tensor,
+                                               const SequenceRange& range,
+                                               const std::vector<uint32_t>& ranks,
+                                               ThreadPool* pool);
+
+// How many tokens an output averages over, one figure per KV head: 1 / mean over queries of the sum
+// of the squared attention weights, for the first query head that reads it, over `range`.
+std::vector<double> EffectiveTokens(const LayerDump& layer, const SequenceRange& range,
+                                    ThreadPool* pool);
 
 }  // namespace okv
 

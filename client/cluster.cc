@@ -32,6 +32,8 @@ absl::Status FromGrpc(const grpc::Status& status) {
 
 std::unique_ptr<v1::ControlPlane::Stub> MakeStub(const std::string& address) {
   grpc::ChannelArguments arguments;
+  // A control plane is on this machine or in this cluster, never behind a web proxy.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   // The default waits a second before it tries again, and up to two minutes.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
@@ -226,7 +228,7 @@ absl::Status ClusterClient::RenewTicket(absl::Duration timeout) {
   v1::OpenSessionResponse response;
   grpc::ClientContext context;
   SetDeadline(&context, timeout);
-  OKV_RETURN_IF_ERROR(FromGrpc(stub_->OpenSession(&context, request, &response)));
+  OKV_RETURN_IF_ERROR(Named(FromGrpc(stub_->OpenSession(&context, request, &response))));
   if (response.format_id() != format_id_.view()) {
     return absl::FailedPreconditionError(
         "field 'format_id' differs: the control plane encodes formats otherwise");
@@ -257,11 +259,26 @@ std::string ClusterClient::CurrentTicket() {
   return ticket_;
 }
 
-absl::Status ClusterClient::CallWithSession(const std::function<absl::Status()>& call) {
-  const absl::Status status = call();
-  if (!absl::IsFailedPrecondition(status) && !absl::IsNotFound(status)) return status;
-  OKV_RETURN_IF_ERROR(RenewTicket(options_.rpc_timeout));
-  return call();
+absl::Duration ClusterClient::RpcTimeout(absl::Time end) const {
+  return std::min(options_.rpc_timeout, end - absl::Now());
+}
+
+absl::Status ClusterClient::Named(const absl::Status& status) const {
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat("control plane at ", options_.control_address,
+                                                  ": ", status.message()));
+}
+
+absl::Status ClusterClient::CallWithSession(absl::Time end, const Rpc& call) {
+  const auto once = [&] {
+    grpc::ClientContext context;
+    SetDeadline(&context, RpcTimeout(end));
+    return FromGrpc(call(&context));
+  };
+  const absl::Status status = once();
+  if (!absl::IsFailedPrecondition(status) && !absl::IsNotFound(status)) return Named(status);
+  OKV_RETURN_IF_ERROR(RenewTicket(RpcTimeout(end)));
+  return Named(once());
 }
 
 ClusterClient::Lease ClusterClient::Acquire(const LookupResult::Node& node) {
@@ -297,22 +314,22 @@ void ClusterClient::Release(const LookupResult::Node& node, std::shared_ptr<Node
   }
 }
 
-absl::StatusOr<LookupResult> ClusterClient::Lookup(absl::Span<const BlockKey> keys) {
+absl::StatusOr<LookupResult> ClusterClient::Lookup(absl::Span<const BlockKey> keys,
+                                                   absl::Duration deadline) {
+  const absl::Time end = absl::Now() + deadline;
   v1::LookupRequest request;
   request.set_tenant(options_.tenant);
   request.set_format_id(std::string(format_id_.view()));
   for (const BlockKey& key : keys) request.add_keys(std::string(key.view()));
   v1::LookupResponse response;
-  OKV_RETURN_IF_ERROR(CallWithSession([&] {
-    grpc::ClientContext context;
-    SetDeadline(&context, options_.rpc_timeout);
-    return FromGrpc(stub_->Lookup(&context, request, &response));
+  OKV_RETURN_IF_ERROR(CallWithSession(end, [&](grpc::ClientContext* context) {
+    return stub_->Lookup(context, request, &response);
   }));
   return ParseLookup(response, keys.size());
 }
 
 void ClusterClient::Reserve(absl::Span<const PutItem> items, const std::string& write_group,
-                            std::vector<v1::Placement>* placements) {
+                            absl::Time end, std::vector<v1::Placement>* placements) {
   v1::ReserveRequest request;
   request.set_tenant(options_.tenant);
   request.set_format_id(std::string(format_id_.view()));
@@ -326,17 +343,14 @@ void ClusterClient::Reserve(absl::Span<const PutItem> items, const std::string& 
     object->set_payload_bytes(item.payload.size());
   }
   v1::ReserveResponse response;
-  absl::Status status = CallWithSession([&] {
-    grpc::ClientContext context;
-    SetDeadline(&context, options_.rpc_timeout);
-    return FromGrpc(stub_->Reserve(&context, request, &response));
+  absl::Status status = CallWithSession(end, [&](grpc::ClientContext* context) {
+    return stub_->Reserve(context, request, &response);
   });
   if (status.ok() && static_cast<size_t>(response.placements_size()) != items.size()) {
     status = absl::InternalError("the control plane answered another number of objects");
   }
   if (absl::IsDeadlineExceeded(status)) {
-    status = absl::UnavailableError(absl::StrCat("control plane at ", options_.control_address,
-                                                 ": ", std::string(status.message())));
+    status = absl::UnavailableError(status.message());
   }
   for (size_t i = 0; i < items.size(); ++i) {
     v1::Placement placement;

@@ -83,8 +83,10 @@ class Cluster {
   virtual const Format& format() const = 0;
   virtual const std::string& tenant_salt() const = 0;
 
-  // Where a chain of keys (from block 0) is held.
-  virtual absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys) = 0;
+  // Where a chain of keys (from block 0) is held. kUnavailable and kDeadlineExceeded: the control
+  // plane did not answer in time; the caller goes on as after a miss.
+  virtual absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys,
+                                              absl::Duration deadline) = 0;
 
   // Fetches objects into the callers' buffers and verifies each on arrival. One status per item:
   // OK the buffer holds the verified payload; kNotFound a miss; kDataLoss it arrived damaged from

@@ -34,7 +34,8 @@ class ClusterClient final : public Cluster {
 
   const Format& format() const override { return format_; }
   const std::string& tenant_salt() const override { return tenant_salt_; }
-  absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys) override;
+  absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys,
+                                      absl::Duration deadline) override;
   std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items,
                                   absl::Duration deadline) override;
   std::vector<absl::Status> Put(absl::Span<const PutItem> items, const std::string& write_group,
@@ -60,9 +61,14 @@ class ClusterClient final : public Cluster {
       ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `call` (a unary RPC that fills `response`); when the control plane has forgotten this
   // session's format (it was restarted), opens the session again and repeats it once.
-  absl::Status CallWithSession(const std::function<absl::Status()>& call);
+  // Each RPC gets what is left until `end`, at most rpc_timeout. Errors name the control plane.
+  using Rpc = std::function<grpc::Status(grpc::ClientContext*)>;
+  absl::Status CallWithSession(absl::Time end, const Rpc& call);
+  // At most rpc_timeout, at most what is left until `end`.
+  absl::Duration RpcTimeout(absl::Time end) const;
+  absl::Status Named(const absl::Status& status) const;
   // Asks for places for `items` and puts the answers, or the error, into `placements`.
-  void Reserve(absl::Span<const PutItem> items, const std::string& write_group,
+  void Reserve(absl::Span<const PutItem> items, const std::string& write_group, absl::Time end,
                std::vector<v1::Placement>* placements);
 
   // Constant after Open.

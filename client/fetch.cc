@@ -148,7 +148,7 @@ bool ClusterClient::FetchCall::Handle(size_t item, const Group& group, const abs
     return true;
   }
   if (IsTicketRefused(status) && !state.new_ticket) {
-    if (!renewed_) client_->RenewTicket(client_->options_.rpc_timeout).IgnoreError();
+    if (!renewed_) client_->RenewTicket(client_->RpcTimeout(deadline_)).IgnoreError();
     renewed_ = true;
     state.new_ticket = true;
     return true;

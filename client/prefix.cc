@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "proto/block_key.h"
 #include "proto/check.h"
 #include "proto/status_macros.h"
@@ -71,7 +72,14 @@ absl::StatusOr<ResumeResult> ResumePrefix(Cluster* cluster, Sequence* sequence,
   std::vector<BlockKey> keys = KeysOf(*cluster, tokens);
   keys.resize(std::min<size_t>(keys.size(), (tokens.size() - 1) / kBlockTokens));
   if (keys.empty()) return result;
-  OKV_ASSIGN_OR_RETURN(const LookupResult found, cluster->Lookup(keys));
+  const absl::Time end = absl::Now() + deadline;
+  const absl::StatusOr<LookupResult> looked_up = cluster->Lookup(keys, deadline);
+  if (absl::IsUnavailable(looked_up.status()) || absl::IsDeadlineExceeded(looked_up.status())) {
+    result.fetch_status = looked_up.status();
+    return result;
+  }
+  OKV_RETURN_IF_ERROR(looked_up.status());
+  const LookupResult& found = *looked_up;
   if (found.resume_boundary == 0) return result;
 
   const BlockIndex boundary(found.resume_boundary);
@@ -86,7 +94,7 @@ absl::StatusOr<ResumeResult> ResumePrefix(Cluster* cluster, Sequence* sequence,
                      .nodes = NodesOf(found, object.index.value(), object.codec),
                      .buffer = buffer});
   }
-  const std::vector<absl::Status> statuses = cluster->Fetch(items, deadline);
+  const std::vector<absl::Status> statuses = cluster->Fetch(items, end - absl::Now());
   OKV_CHECK(statuses.size() == items.size());
   for (size_t i = 0; i < items.size(); ++i) {
     if (!statuses[i].ok()) {

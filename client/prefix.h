@@ -26,9 +26,10 @@ struct ResumeResult {
 
 // Looks up the blocks of `tokens` and, when there is a resume point before the last token, fetches
 // what it needs straight into the empty `sequence`, which then continues as if it had computed
-// those tokens itself. At least one token is always left to compute. A miss, and a hit whose
-// objects could not all be fetched, leave the sequence empty: go on without (the result says why).
-// Errors are those of Cluster::Lookup. Blocks until `deadline` at most.
+// those tokens itself. At least one token is always left to compute. A miss, a hit whose objects
+// could not all be fetched, and a control plane that does not answer leave the sequence empty: go
+// on without (the result says why). Other errors are those of Cluster::Lookup. `deadline` is for
+// all together.
 absl::StatusOr<ResumeResult> ResumePrefix(Cluster* cluster, Sequence* sequence,
                                           absl::Span<const uint32_t> tokens,
                                           absl::Duration deadline);

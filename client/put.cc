@@ -98,7 +98,7 @@ std::vector<size_t> ClusterClient::PutCall::ReservePlaces() {
     std::vector<PutItem> batch;
     for (size_t i = begin; i < end; ++i) batch.push_back(items_[sound[i]]);
     std::vector<v1::Placement> placements;
-    client_->Reserve(batch, write_group_, &placements);
+    client_->Reserve(batch, write_group_, deadline_, &placements);
     for (size_t i = begin; i < end; ++i) {
       v1::Placement& placement = placements[i - begin];
       if (placement.code() != 0) {
@@ -168,7 +168,7 @@ bool ClusterClient::PutCall::Handle(size_t item, const Group& group, const absl:
     return true;
   }
   if ((absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status)) && !state.new_ticket) {
-    if (!renewed_) client_->RenewTicket(client_->options_.rpc_timeout).IgnoreError();
+    if (!renewed_) client_->RenewTicket(client_->RpcTimeout(deadline_)).IgnoreError();
     renewed_ = true;
     state.new_ticket = true;
     return true;

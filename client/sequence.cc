@@ -83,7 +83,10 @@ absl::Status SequenceOptions::Validate() const {
         "query_heads ", query_heads, " is not a multiple of kv_heads ", format.kv_heads));
   }
   if (!(softmax_scale > 0)) return absl::InvalidArgumentError("softmax_scale must be positive");
-  if (tokens_max == 0) return absl::InvalidArgumentError("tokens_max must be positive");
+  if (tokens_max == 0 || tokens_max > kSequenceTokensMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tokens_max ", tokens_max, " is not 1 to ", kSequenceTokensMax));
+  }
   return absl::OkStatus();
 }
 

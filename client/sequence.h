@@ -17,6 +17,9 @@
 
 namespace okv {
 
+// 16 Mi tokens: far beyond any model, and no index computed from it overflows.
+inline constexpr uint32_t kSequenceTokensMax = uint32_t{1} << 24;
+
 struct SequenceOptions {
   Format format;             // Geometry, windows, group size. Validated.
   uint32_t query_heads = 0;  // A multiple of format.kv_heads.

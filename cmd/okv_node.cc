@@ -37,7 +37,8 @@ ABSL_FLAG(std::string, data_dir, "", "directory of the disk tier; belongs to one
 ABSL_FLAG(uint64_t, dram_bytes, uint64_t{1} << 30, "size of the DRAM arena");
 ABSL_FLAG(uint64_t, disk_bytes, uint64_t{16} << 30, "limit of the disk tier");
 ABSL_FLAG(std::string, node_id, "", "this node's name; default: the one data_dir remembers");
-ABSL_FLAG(std::string, ucx_tls, "", "transports, as UCX_TLS takes them; default: UCX's choice");
+ABSL_FLAG(std::string, ucx_tls, okv::UcxTransportOptions().tls,
+          "transports, as UCX_TLS takes them");
 ABSL_FLAG(std::string, net_devices, "lo", "network devices, as UCX_NET_DEVICES takes them");
 ABSL_FLAG(bool, require_rdma, false, "refuse to start without an RDMA device");
 ABSL_FLAG(bool, prefault, true, "touch the whole arena before serving");

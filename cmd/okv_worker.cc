@@ -11,6 +11,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "client/transport/transport.h"
 #include "cmd/worker/dump.h"
 #include "cmd/worker/run.h"
 
@@ -32,7 +33,8 @@ ABSL_FLAG(uint32_t, prefill_chunk, 512, "tokens per prefill step; changes no bit
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core");
 ABSL_FLAG(std::string, control, "", "host:port of okv-control; empty = no cluster");
 ABSL_FLAG(std::string, tenant, "default", "tenant of the session");
-ABSL_FLAG(std::string, ucx_tls, "", "UCX transports; empty = UCX's choice");
+ABSL_FLAG(std::string, ucx_tls, okv::UcxTransportOptions().tls,
+          "transports, as UCX_TLS takes them");
 ABSL_FLAG(bool, require_rdma, false, "fail when UCX has no RDMA device");
 ABSL_FLAG(bool, store, false, "store the prompt's resume point");
 ABSL_FLAG(bool, store_finished, false, "store the finished sequence");

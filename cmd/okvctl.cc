@@ -40,8 +40,10 @@ ClusterOptions OptionsFromFlags() {
 // Runs one RPC that needs no session.
 template <typename Response, typename Call>
 absl::StatusOr<Response> Ask(const Call& call) {
-  const auto stub = v1::ControlPlane::NewStub(
-      grpc::CreateChannel(absl::GetFlag(FLAGS_control), grpc::InsecureChannelCredentials()));
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  const auto stub = v1::ControlPlane::NewStub(grpc::CreateCustomChannel(
+      absl::GetFlag(FLAGS_control), grpc::InsecureChannelCredentials(), arguments));
   grpc::ClientContext context;
   context.set_wait_for_ready(true);
   context.set_deadline(

@@ -119,7 +119,7 @@ absl::Status Control::Load() {
   ticket_key_ = *std::move(key);
 
   OKV_ASSIGN_OR_RETURN(const auto nodes, state_->List(kNodePrefix));
-  MutexLock lock(&mu_);
+  FairMutexLock lock(&mu_);
   for (const auto& [name, bytes] : nodes) {
     FieldReader reader(bytes);
     NodeDescription node;
@@ -156,7 +156,7 @@ absl::StatusOr<LookupAnswer> Control::Lookup(const std::string& tenant, const Fo
   const PrefixWindows windows = {.sink_blocks = format->sink_blocks(),
                                  .recent_blocks = format->recent_blocks()};
   LookupAnswer answer;
-  MutexLock lock(&mu_);
+  FairMutexLock lock(&mu_);
   const auto scope = scopes_.find({tenant, format_id});
   if (scope == scopes_.end()) return answer;
   const PrefixMatch match = index_.Match(scope->second, keys, windows);
@@ -267,7 +267,7 @@ absl::StatusOr<std::vector<PlacementAnswer>> Control::Reserve(
   answers.reserve(objects.size());
   while (answers.size() < objects.size()) {
     const size_t end = std::min(objects.size(), answers.size() + kReservationsPerStep);
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     const ScopeId scope = Scope(tenant, format_id);
     while (answers.size() < end) {
       const ObjectAnnouncement& object = objects[answers.size()];
@@ -291,7 +291,7 @@ absl::StatusOr<std::vector<PlacementAnswer>> Control::Reserve(
 
 absl::Status Control::StoreNode(const NodeDescription& description) {
   {
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     const NodeState* known = nodes_.Find(description.node_id);
     if (known != nullptr && EncodeNode(known->description) == EncodeNode(description)) {
       return absl::OkStatus();
@@ -310,7 +310,7 @@ absl::StatusOr<NodeRegistration> Control::RegisterNode(const NodeDescription& de
   NodeRegistration registration;
   registration.ticket_key = ticket_key_;
   {
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     // Under the mutex: of two registrations the later one has the higher epoch.
     OKV_ASSIGN_OR_RETURN(registration.epoch, ids_->Next());
     NodeState* node = nodes_.Register(description, registration.epoch, clock_->NowNanos());
@@ -326,7 +326,7 @@ absl::StatusOr<NodeRegistration> Control::RegisterNode(const NodeDescription& de
 }
 
 bool Control::Heartbeat(const NodeEpoch& node, std::vector<TierState> tiers) {
-  MutexLock lock(&mu_);
+  FairMutexLock lock(&mu_);
   const absl::StatusOr<NodeState*> found = nodes_.FindCurrent(node.node_id, node.epoch);
   if (!found.ok()) return false;
   (*found)->heartbeat_nanos = clock_->NowNanos();
@@ -358,7 +358,7 @@ absl::Status Control::ReportCommits(const NodeEpoch& node,
     const auto removing = removed.subspan(0, kObjectsPerStep);
     added.remove_prefix(adding.size());
     removed.remove_prefix(removing.size());
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     OKV_ASSIGN_OR_RETURN(NodeState * state, nodes_.FindCurrent(node.node_id, node.epoch));
     state->heartbeat_nanos = clock_->NowNanos();
     for (const ObjectAnnouncement& object : adding) RecordAdded(state, object);
@@ -371,7 +371,7 @@ absl::Status Control::ReportCommits(const NodeEpoch& node,
 }
 
 absl::StatusOr<uint64_t> Control::BeginInventory(const NodeEpoch& node) {
-  MutexLock lock(&mu_);
+  FairMutexLock lock(&mu_);
   OKV_ASSIGN_OR_RETURN(NodeState * state, nodes_.FindCurrent(node.node_id, node.epoch));
   OKV_ASSIGN_OR_RETURN(state->inventory_id, ids_->Next());
   if (state->inventory.has_value()) index_.Drop(*state->inventory);
@@ -392,7 +392,7 @@ absl::Status Control::AddInventory(const NodeEpoch& node, uint64_t inventory,
   while (!objects.empty()) {
     const auto adding = objects.subspan(0, kObjectsPerStep);
     objects.remove_prefix(adding.size());
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     OKV_ASSIGN_OR_RETURN(NodeState * state, FindInventory(node, inventory));
     state->heartbeat_nanos = clock_->NowNanos();
     for (const ObjectAnnouncement& object : adding) {
@@ -406,7 +406,7 @@ absl::Status Control::AddInventory(const NodeEpoch& node, uint64_t inventory,
 
 absl::Status Control::EndInventory(const NodeEpoch& node, uint64_t inventory) {
   {
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     OKV_ASSIGN_OR_RETURN(NodeState * state, FindInventory(node, inventory));
     index_.Drop(*state->holder);
     index_.Show(*state->inventory);
@@ -420,7 +420,7 @@ absl::Status Control::EndInventory(const NodeEpoch& node, uint64_t inventory) {
 
 void Control::AbandonInventory(const NodeEpoch& node, uint64_t inventory) {
   {
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     const absl::StatusOr<NodeState*> state = FindInventory(node, inventory);
     if (!state.ok()) return;
     index_.Drop(*(*state)->inventory);
@@ -431,14 +431,14 @@ void Control::AbandonInventory(const NodeEpoch& node, uint64_t inventory) {
 
 void Control::CollectGarbage() {
   for (bool more = true; more;) {
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     more = index_.Collect(kObjectsPerStep);
   }
 }
 
 void Control::Sweep() {
   {
-    MutexLock lock(&mu_);
+    FairMutexLock lock(&mu_);
     const int64_t now = clock_->NowNanos();
     for (const NodeSlot slot : nodes_.Expire(now - options_.node_timeout_ms * kNanosPerMs)) {
       NodeState& node = nodes_.at(slot);
@@ -458,7 +458,7 @@ ClusterStatus Control::Status() const {
   ClusterStatus status;
   status.formats_count = rotations_->formats_count();
   status.rotations_count = rotations_->rotations_count();
-  MutexLock lock(&mu_);
+  FairMutexLock lock(&mu_);
   for (const NodeState& node : nodes_.nodes()) {
     ClusterStatus::Node entry;
     entry.state = node;

@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "control_plane/fair_mutex.h"
 #include "control_plane/ids.h"
 #include "control_plane/node_table.h"
 #include "control_plane/prefix_index.h"
@@ -21,7 +22,6 @@
 #include "control_plane/rotation_registry.h"
 #include "control_plane/state.h"
 #include "proto/clock.h"
-#include "proto/mutex.h"
 #include "proto/ticket.h"
 
 namespace okv {
@@ -198,7 +198,7 @@ class Control {
   std::unique_ptr<RotationRegistry> rotations_;
   std::unique_ptr<IdAllocator> ids_;  // Write ids, epochs, inventory numbers.
 
-  mutable Mutex mu_;
+  mutable FairMutex mu_;
   NodeTable nodes_ ABSL_GUARDED_BY(mu_);
   PrefixIndex index_ ABSL_GUARDED_BY(mu_);
   Reservations reservations_ ABSL_GUARDED_BY(mu_);

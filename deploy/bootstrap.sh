@@ -78,9 +78,9 @@ else
 fi
 
 if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then
-  say "CUDA toolkit found: the cuda preset can be built"
+  say "CUDA toolkit found"
 else
-  say "no CUDA toolkit: the build leaves the GPU parts out"
+  say "no CUDA toolkit: the build leaves CUDA out, and says so"
 fi
 
 if [ "$with_model" = 1 ]; then deploy/fetch_model.sh; fi

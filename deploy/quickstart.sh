@@ -26,6 +26,11 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+if ! [[ $nll_tokens =~ ^[0-9]{1,6}$ ]] || [ $((10#$nll_tokens % 2048)) -ne 0 ] || \
+    [ $((10#$nll_tokens)) -eq 0 ]; then
+  echo "quickstart: --nll_tokens '$nll_tokens' is not a positive multiple of 2048" >&2
+  exit 2
+fi
 
 exec 3>&1                                  # The table and the JSON line.
 [ "$json_only" = 1 ] && exec 3>/dev/null
@@ -49,21 +54,32 @@ stop_all() {
   for pid in "${pids[@]:-}"; do
     if [ -n "$pid" ]; then kill -TERM "$pid" 2>/dev/null || true; fi
   done
-  for pid in "${pids[@]:-}"; do
-    if [ -n "$pid" ]; then wait "$pid" 2>/dev/null || true; fi
+  for _ in $(seq 300); do  # A node may spill for 20 s.
+    [ -z "$(jobs -rp)" ] && break
+    sleep 0.1
   done
+  for pid in $(jobs -rp); do kill -KILL "$pid" 2>/dev/null || true; done
+  wait 2>/dev/null || true
   [ $status -eq 0 ] || printf 'quickstart: failed; logs are in %s\n' "$work/logs" >&2
   exit $status
 }
 trap stop_all EXIT
 trap 'exit 130' INT TERM
 
+# run COMMAND...: bash answers a signal only between commands, and while it waits: so it waits.
+run() {
+  "$@" &
+  pids+=($!)
+  wait $!
+  unset 'pids[-1]'
+}
+
 step "1/8 dependencies and model"
-deploy/bootstrap.sh >&2
-deploy/fetch_text.sh >&2
+run deploy/bootstrap.sh >&2
+run deploy/fetch_text.sh >&2
 
 step "2/8 build (release)"
-cmake --workflow --preset release >&2
+run cmake --workflow --preset release >&2
 
 step "3/8 calibration on real activations"
 mkdir -p "$work/logs"
@@ -74,10 +90,10 @@ if [ -e "$calibration/done" ]; then
   echo "calibration is in place: $calibration" >&2
 else
   rm -rf "$calibration" && mkdir -p "$calibration"
-  "$bin/okv-worker" dump --model "$model" --text "$text" --tokens $calibration_tokens \
+  run "$bin/okv-worker" dump --model "$model" --text "$text" --tokens $calibration_tokens \
     --window 2048 --out "$calibration/dump" >&2
   for method in oscar hadamard none; do
-    "$bin/okv-calibrate" fit --dump "$calibration/dump" --method "$method" --group_size 64 \
+    run "$bin/okv-calibrate" fit --dump "$calibration/dump" --method "$method" --group_size 64 \
       --out "$calibration/$method.safetensors" >&2
   done
   rm -rf "$calibration/dump"
@@ -85,8 +101,8 @@ else
 fi
 
 step "4/8 control plane and two nodes"
-run=$work/run
-rm -rf "$run" && mkdir -p "$run"
+run_dir=$work/run
+rm -rf "$run_dir" && mkdir -p "$run_dir"
 wait_for() {  # wait_for FILE PID NAME
   for _ in $(seq 300); do
     [ -s "$1" ] && return 0
@@ -96,34 +112,34 @@ wait_for() {  # wait_for FILE PID NAME
   die "$3 is not ready after 30 s; see $work/logs/$3.log"
 }
 field() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$@"; }
-"$bin/okv-control" --listen 127.0.0.1:0 --data_dir "$run/control" \
-  --port_file "$run/control.port" >"$work/logs/okv-control.log" 2>&1 &
+"$bin/okv-control" --listen 127.0.0.1:0 --data_dir "$run_dir/control" \
+  --port_file "$run_dir/control.port" >"$work/logs/okv-control.log" 2>&1 &
 pids+=($!)
-wait_for "$run/control.port" $! okv-control
-control=127.0.0.1:$(cat "$run/control.port")
+wait_for "$run_dir/control.port" $! okv-control
+control=127.0.0.1:$(cat "$run_dir/control.port")
 published=$("$bin/okvctl" --control "$control" publish "$calibration/oscar.safetensors")
 echo "$published" >&2
 rotation=${published##* }  # Workers A and B get the set from the control plane, by its hash.
 for node in 1 2; do
-  "$bin/okv-node" --control "$control" --data_dir "$run/node$node" --dram_bytes $((96 << 20)) \
-    --disk_bytes $((1 << 30)) --ready_file "$run/node$node.json" \
+  "$bin/okv-node" --control "$control" --data_dir "$run_dir/node$node" --dram_bytes $((96 << 20)) \
+    --disk_bytes $((1 << 30)) --ready_file "$run_dir/node$node.json" \
     >"$work/logs/okv-node$node.log" 2>&1 &
   pids+=($!)
-  wait_for "$run/node$node.json" $! "okv-node$node"
-  echo "okv-node$node: data $(field "$run/node$node.json" data_address)," \
-    "metrics http://$(field "$run/node$node.json" metrics_address)/metrics" >&2
+  wait_for "$run_dir/node$node.json" $! "okv-node$node"
+  echo "okv-node$node: data $(field "$run_dir/node$node.json" data_address)," \
+    "metrics http://$(field "$run_dir/node$node.json" metrics_address)/metrics" >&2
 done
 echo "okv-control: $control" >&2
 
-# worker NAME FLAGS...: one okv-worker; its JSON line goes to $run/worker-NAME.json.
+# worker NAME FLAGS...: one okv-worker; its JSON line goes to $run_dir/worker-NAME.json.
 worker() {
   local name=$1
   shift
-  "$bin/okv-worker" run --model "$model" --prompt_file "$text" --prompt_tokens 4110 \
+  run "$bin/okv-worker" run --model "$model" --prompt_file "$text" --prompt_tokens 4110 \
     --max_new_tokens 32 --json "$@" \
     >"$work/logs/worker-$name.log" || die "worker $name failed"
   head -n -1 "$work/logs/worker-$name.log" >&2
-  tail -n 1 "$work/logs/worker-$name.log" >"$run/worker-$name.json"
+  tail -n 1 "$work/logs/worker-$name.log" >"$run_dir/worker-$name.json"
 }
 ending_a=$'\n\nIn one sentence, the text above is about'
 ending_b=$'\n\nThe most surprising thing in this text is that'
@@ -131,8 +147,8 @@ ending_b=$'\n\nThe most surprising thing in this text is that'
 step "5/8 worker A: cold prefill, its blocks go to the nodes"
 worker a --control "$control" --rotation "$rotation" --ending "$ending_a" --store
 for node in 1 2; do
-  curl -sS --max-time 5 "http://$(field "$run/node$node.json" metrics_address)/metrics" \
-    >"$run/node$node.metrics" || die "node $node has no metrics"
+  curl -sS --noproxy "*" --max-time 5 "http://$(field "$run_dir/node$node.json" metrics_address)/metrics" \
+    >"$run_dir/node$node.metrics" || die "node $node has no metrics"
 done
 
 step "6/8 worker B: the same prefix, another ending, another process"
@@ -144,12 +160,14 @@ worker alone --rotation "$calibration/oscar.safetensors" --ending "$ending_b"
 step "8/8 quality: NLL of held-out text with BF16 KV and with INT2 history"
 rotations=oscar=$calibration/oscar.safetensors
 rotations+=,hadamard=$calibration/hadamard.safetensors,none=$calibration/none.safetensors
-"$bin/okv-bench" nll --model "$model" --text "$text" --skip_tokens $nll_skip_tokens \
+run "$bin/okv-bench" nll --model "$model" --text "$text" --skip_tokens $nll_skip_tokens \
   --tokens "$nll_tokens" --window 2048 --rotations "$rotations" --json \
   >"$work/logs/nll.log" || die "okv-bench nll failed"
 head -n -1 "$work/logs/nll.log" >&2
-tail -n 1 "$work/logs/nll.log" >"$run/nll.json"
+tail -n 1 "$work/logs/nll.log" >"$run_dir/nll.json"
 
-python3 deploy/quickstart_report.py "$run" >"$run/report.txt"
-head -n -1 "$run/report.txt" >&3
-tail -n 1 "$run/report.txt"
+status=0
+python3 deploy/quickstart_report.py "$run_dir" >"$run_dir/report.txt" || status=$?
+head -n -1 "$run_dir/report.txt" >&3
+tail -n 1 "$run_dir/report.txt"
+exit $status

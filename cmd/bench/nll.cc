@@ -30,14 +30,14 @@ absl::StatusOr<std::vector<Contender>> MakeContenders(const NllOptions& options,
                                                       const ModelConfig& config) {
   std::vector<Contender> contenders;
   contenders.push_back({.name = kBaseline, .rotations = IdentityRotations(config)});
-  contenders[0].format = MakeFormat(config, contenders[0].rotations,
-                                    {.recent_tokens = kBf16RecentTokens});
+  contenders[0].format =
+      MakeFormat(config, contenders[0].rotations, {.recent_tokens = kBf16RecentTokens});
   for (const auto& [name, path] : options.rotations) {
     Contender contender{.name = name};
     OKV_ASSIGN_OR_RETURN(contender.rotations, ReadRotationFile(path));
-    contender.format = MakeFormat(config, contender.rotations,
-                                  {.sink_tokens = options.sink_tokens,
-                                   .recent_tokens = options.recent_tokens});
+    contender.format =
+        MakeFormat(config, contender.rotations,
+                   {.sink_tokens = options.sink_tokens, .recent_tokens = options.recent_tokens});
     contenders.push_back(std::move(contender));
   }
   return contenders;
@@ -91,6 +91,7 @@ NllReport Summarize(const NllOptions& options, std::vector<Contender> contenders
 absl::Status NllOptions::Validate() const {
   if (model.empty()) return absl::InvalidArgumentError("--model is missing");
   if (text.empty()) return absl::InvalidArgumentError("--text is missing");
+  OKV_RETURN_IF_ERROR(ValidateThreads(threads));
   if (window < 2 || tokens == 0 || tokens % window != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("--tokens ", tokens, " is not a multiple of --window ", window));
@@ -110,8 +111,7 @@ absl::StatusOr<NllReport> RunNll(const NllOptions& options) {
       const std::vector<uint32_t> tokens,
       ReadTokens(model->tokenizer(), options.text,
                  {.skip_tokens = options.skip_tokens, .tokens_count = options.tokens}));
-  OKV_ASSIGN_OR_RETURN(std::vector<Contender> contenders,
-                       MakeContenders(options, model->config()));
+  OKV_ASSIGN_OR_RETURN(std::vector<Contender> contenders, MakeContenders(options, model->config()));
   for (uint32_t first = 0; first < options.tokens; first += options.window) {
     for (Contender& contender : contenders) {
       OKV_ASSIGN_OR_RETURN(const double nll,

@@ -3,19 +3,26 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <iterator>
+#include <memory>
 
 #include "absl/strings/str_cat.h"
 
 namespace okv {
 
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
+  const auto failed = [&path] {
     return absl::NotFoundError(absl::StrCat("cannot read '", path, "': ", std::strerror(errno)));
+  };
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
+                                                             &std::fclose);
+  if (file == nullptr) return failed();
+  std::string bytes;
+  char buffer[1 << 16];
+  while (const size_t got = std::fread(buffer, 1, sizeof(buffer), file.get())) {
+    bytes.append(buffer, got);
   }
-  return std::string(std::istreambuf_iterator<char>(file), {});
+  if (std::ferror(file.get()) != 0) return failed();  // A directory, for one.
+  return bytes;
 }
 
 absl::Status WriteFileAtomically(const std::string& path, const std::string& text) {

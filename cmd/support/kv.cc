@@ -50,6 +50,12 @@ RotationSet IdentityRotations(const ModelConfig& config) {
   return set;
 }
 
+absl::Status ValidateThreads(uint32_t threads) {
+  constexpr uint32_t kThreadsMax = 1024;
+  if (threads <= kThreadsMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--threads ", threads, ": at most ", kThreadsMax));
+}
+
 absl::StatusOr<std::vector<uint32_t>> ReadTokens(const Tokenizer& tokenizer,
                                                  const std::string& path, const TokenRange& range) {
   OKV_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));

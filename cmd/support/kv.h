@@ -36,6 +36,9 @@ RotationSet IdentityRotations(const ModelConfig& config);
 // kInvalidArgument or kDataLoss naming the file; kNotFound when there is none.
 absl::StatusOr<RotationSet> ReadRotationFile(const std::string& path);
 
+// kInvalidArgument naming --threads when there are more than a machine may have.
+absl::Status ValidateThreads(uint32_t threads);
+
 struct TokenRange {
   uint32_t skip_tokens = 0;
   uint32_t tokens_count = 0;

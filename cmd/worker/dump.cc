@@ -18,6 +18,7 @@ absl::Status DumpOptions::Validate() const {
   if (model.empty()) return absl::InvalidArgumentError("--model is missing");
   if (text.empty()) return absl::InvalidArgumentError("--text is missing");
   if (out.empty()) return absl::InvalidArgumentError("--out is missing");
+  OKV_RETURN_IF_ERROR(ValidateThreads(threads));
   if (window == 0 || tokens == 0 || tokens % window != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("--tokens ", tokens, " is not a multiple of --window ", window));

@@ -199,6 +199,7 @@ absl::Status RunOptions::Validate() const {
   if (model.empty()) return absl::InvalidArgumentError("--model is missing");
   if (rotation.empty()) return absl::InvalidArgumentError("--rotation is missing");
   if (max_new_tokens == 0) return absl::InvalidArgumentError("--max_new_tokens must be positive");
+  OKV_RETURN_IF_ERROR(ValidateThreads(threads));
   if (prefill_chunk == 0) return absl::InvalidArgumentError("--prefill_chunk must be positive");
   if (!(temperature >= 0)) return absl::InvalidArgumentError("--temperature may not be negative");
   if (!(top_p > 0) || top_p > 1) return absl::InvalidArgumentError("--top_p must be in (0, 1]");
@@ -220,6 +221,11 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
                  {.sink_tokens = options.sink_tokens, .recent_tokens = options.recent_tokens});
   OKV_ASSIGN_OR_RETURN(worker.tokens, MakePrompt(options, worker.model->tokenizer()));
   const uint32_t prompt_tokens = static_cast<uint32_t>(worker.tokens.size());
+  if (uint64_t{prompt_tokens} + options.max_new_tokens > config.context_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a prompt of ", prompt_tokens, " tokens and --max_new_tokens ", options.max_new_tokens,
+        " exceed the model's context of ", config.context_tokens));
+  }
   OKV_ASSIGN_OR_RETURN(worker.sequence,
                        MakeSequence(config, worker.format, &worker.rotations,
                                     prompt_tokens + options.max_new_tokens, &worker.pool));

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/transport/transport.h"
 
 namespace okv {
 
@@ -33,7 +34,7 @@ struct RunOptions {
 
   std::string control;  // Empty: no cluster, everything is computed here.
   std::string tenant = "default";
-  std::string ucx_tls;
+  std::string ucx_tls = UcxTransportOptions().tls;
   bool require_rdma = false;
   bool store = false;           // Store the prompt's resume point after prefill.
   bool store_finished = false;  // Store the whole sequence at the end.

@@ -589,7 +589,7 @@ TEST_F(ControlTest, LookupAnswersNodesAndTheSaltIsTheTenants) {
   auto cluster = Connect();
   ASSERT_TRUE(cluster.ok()) << cluster.status();
   EXPECT_EQ((*cluster)->tenant_salt(), "salt of acme");
-  const auto found = (*cluster)->Lookup(std::vector<BlockKey>(2));
+  const auto found = (*cluster)->Lookup(std::vector<BlockKey>(2), absl::Seconds(5));
   ASSERT_TRUE(found.ok()) << found.status();
   EXPECT_EQ(found->prefix_blocks, 1u);
   EXPECT_EQ(found->resume_boundary, 2u);
@@ -608,12 +608,14 @@ TEST_F(ControlTest, ALookupThatContradictsItselfIsInternal) {
     response->add_blocks()->add_int2_nodes(3);  // Of no node.
     return grpc::Status::OK;
   });
-  EXPECT_TRUE(absl::IsInternal((*cluster)->Lookup(std::vector<BlockKey>(1)).status()));
+  EXPECT_TRUE(
+      absl::IsInternal((*cluster)->Lookup(std::vector<BlockKey>(1), absl::Seconds(5)).status()));
   control.AnswerLookup([](const v1::LookupRequest&, v1::LookupResponse* response) {
     response->set_prefix_blocks(5);
     return grpc::Status::OK;
   });
-  EXPECT_TRUE(absl::IsInternal((*cluster)->Lookup(std::vector<BlockKey>(9)).status()));
+  EXPECT_TRUE(
+      absl::IsInternal((*cluster)->Lookup(std::vector<BlockKey>(9), absl::Seconds(5)).status()));
 }
 
 TEST_F(ControlTest, ARestartedControlPlaneThatForgotTheFormatIsToldItAgain) {
@@ -626,7 +628,7 @@ TEST_F(ControlTest, ARestartedControlPlaneThatForgotTheFormatIsToldItAgain) {
   options_.control_address = control.address();
   auto cluster = Connect();
   ASSERT_TRUE(cluster.ok());
-  EXPECT_TRUE((*cluster)->Lookup(std::vector<BlockKey>(1)).ok());
+  EXPECT_TRUE((*cluster)->Lookup(std::vector<BlockKey>(1), absl::Seconds(5)).ok());
   EXPECT_EQ(control.opens(), 2);
 }
 

@@ -118,6 +118,21 @@ TEST(GgufTest, ATruncatedOrForeignModelIsNamed) {
   ExpectRefused(cluster.Worker(100, "x"), cluster.model());
 }
 
+TEST(WorkerFlagsTest, AValueOutOfRangeIsNamed) {
+  LocalCluster cluster;
+  ExpectRefused(cluster.Worker(100, "x", {"--threads", "200000"}), "--threads");
+  for (const char* tokens : {"4294967290", "100000"}) {
+    ExpectRefused(cluster.Worker(100, "x", {"--max_new_tokens", tokens}), "--max_new_tokens");
+  }
+  ExpectRefused(cluster.Worker(100, "x", {"--store"}), "--control");
+}
+
+TEST(FileTest, ADirectoryInPlaceOfAFileIsNamed) {
+  LocalCluster cluster;
+  ExpectRefused(cluster.Worker(100, "x", {"--rotation", cluster.Path("")}), cluster.Path(""));
+  ExpectRefused(cluster.Worker(100, "x", {"--prompt_file", cluster.Path("")}), cluster.Path(""));
+}
+
 class RotationSetTest : public ::testing::Test {
  protected:
   void SetUp() override {

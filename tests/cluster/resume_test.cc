@@ -98,8 +98,23 @@ TEST_F(ResumeTest, AKilledNodeIsAMissAndTheAnswerStaysRight) {
   const Json lone = cluster_.LoneWorker(970, "y");
   cluster_.node(0).Signal(SIGKILL);
   cluster_.node(1).Signal(SIGKILL);
-  // At once: the control plane still believes in the nodes. Later: it has given them up.
-  ExpectSameBits(lone, cluster_.ClusterWorker(970, "y", {"--deadline_s", "5"}));
+  // At once: the control plane still believes in the nodes.
+  const Json miss = cluster_.ClusterWorker(970, "y", {"--deadline_s", "5"});
+  EXPECT_EQ(miss["hit_tokens"], 0);
+  EXPECT_NE(miss["miss_reason"], "");
+  EXPECT_LT(miss["lookup_fetch_s"], 6.0);
+  ExpectSameBits(lone, miss);
+}
+
+TEST_F(ResumeTest, AStoppedNodeCostsTheDeadlineAndNoMore) {
+  cluster_.ClusterWorker(970, "x", {"--store"});
+  for (const int node : {0, 1}) cluster_.node(node).Signal(SIGSTOP);
+  const Json miss = cluster_.ClusterWorker(970, "y", {"--deadline_s", "1"});
+  for (const int node : {0, 1}) cluster_.node(node).Signal(SIGCONT);
+  EXPECT_EQ(miss["hit_tokens"], 0);
+  EXPECT_NE(miss["miss_reason"], "");
+  EXPECT_LT(miss["lookup_fetch_s"], 4.0);
+  ExpectSameBits(cluster_.LoneWorker(970, "y"), miss);
 }
 
 TEST_F(ResumeTest, ARestartedNodeServesWhatItHad) {

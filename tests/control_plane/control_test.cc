@@ -137,7 +137,7 @@ TEST(LookupTest, FindsWhatNodesCommittedAndNamesTheirAddresses) {
   for (const auto& location : answer.locations) {
     ASSERT_LT(location.node, answer.nodes.size());
     const NodeAddressInfo& node = answer.nodes[location.node];
-    EXPECT_EQ(node.data_address, node.node_id + ":1");
+    EXPECT_EQ(node.data_address, absl::StrCat(node.node_id, ":1"));
     if (location.block == 3) last.insert(node.node_id);
   }
   EXPECT_EQ(last, (std::set<std::string>{"a", "b"}));

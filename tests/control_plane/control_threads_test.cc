@@ -2,13 +2,13 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <iostream>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "tests/control_plane/harness.h"
 
 namespace okv {
@@ -53,9 +53,9 @@ void LiveAsWriter(ControlHarness* h, uint32_t sequence, const std::atomic<bool>&
                   std::atomic<uint64_t>* granted) {
   const auto keys = ChainKeys(1000 + sequence, 50);
   const auto objects = h->Objects(keys, 50);
+  const std::string group = absl::StrCat("w", sequence);
   while (!stop.load()) {
-    const auto answers =
-        h->control().Reserve(kTenant, h->format_id(), "w" + std::to_string(sequence), objects);
+    const auto answers = h->control().Reserve(kTenant, h->format_id(), group, objects);
     ASSERT_TRUE(answers.ok());
     for (const PlacementAnswer& answer : *answers) granted->fetch_add(answer.status.ok() ? 1 : 0);
   }
@@ -76,7 +76,7 @@ TEST(ControlThreadsTest, NodesReadersWritersAndTheSweepDoNotDisturbEachOther) {
   threads.emplace_back([&] { LiveAsWriter(&h, 2, stop, &granted); });
   int sweeps = 0;
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while ((sweeps < 300 || found.load() < 20 || granted.load() < 200) &&
+  while ((sweeps < 2000 || found.load() < 20 || granted.load() < 200) &&
          std::chrono::steady_clock::now() < end) {
     h.clock().AdvanceNanos(kSecondNanos);
     h.control().Sweep();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "control_plane/control.h"
 #include "control_plane/state.h"
 #include "proto/check.h"
@@ -97,7 +98,7 @@ class ControlHarness {
   NodeEpoch AddNode(const std::string& node_id, uint64_t capacity_bytes = uint64_t{1} << 40) {
     NodeDescription node;
     node.node_id = node_id;
-    node.data_address = node_id + ":1";
+    node.data_address = absl::StrCat(node_id, ":1");
     node.tiers = {{.tier = "dram", .capacity_bytes = capacity_bytes}};
     const auto registration = control().RegisterNode(node);
     OKV_CHECK(registration.ok());

@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "proto/sha256.h"
 
 namespace okv::testing_support {
@@ -15,7 +15,7 @@ namespace okv::testing_support {
 // Block `index` of a sequence that is only a number.
 inline BlockKey TestKey(uint32_t sequence, uint32_t index) {
   BlockKey key;
-  key.bytes = Sha256("test key " + std::to_string(sequence) + "/" + std::to_string(index));
+  key.bytes = Sha256(absl::StrCat("test key ", sequence, "/", index));
   return key;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 #include "tests/support/fixtures.h"
 #include "tests/support/process.h"
@@ -30,7 +31,7 @@ class ProgramsTest : public testing::Test {
  protected:
   // Starts okv-control and waits until it serves.
   void Start(const std::vector<std::string>& more = {}) {
-    const std::string port_file = directory_.Path("port" + std::to_string(++starts_));
+    const std::string port_file = directory_.Path(absl::StrCat("port", ++starts_));
     std::vector<std::string> argv = {"okv-control", "--data_dir", directory_.Path("data"),
                                      "--port_file", port_file};
     argv.insert(argv.end(), more.begin(), more.end());
@@ -38,7 +39,7 @@ class ProgramsTest : public testing::Test {
     ASSERT_TRUE(WaitForFile(port_file, control_.get())) << control_->output();
     std::string port = ReadFileOrEmpty(port_file);
     port.erase(port.find('\n'));
-    address_ = "127.0.0.1:" + port;
+    address_ = absl::StrCat("127.0.0.1:", port);
   }
   RunResult Okvctl(std::vector<std::string> words) {
     words.insert(words.begin(), {"okvctl", "--control", address_});
@@ -61,7 +62,7 @@ void ExpectRefused(const std::vector<std::string>& argv, const std::string& word
 TEST_F(ProgramsTest, SaysWhenItIsReadyAndStopsOnBothSignals) {
   for (const int signal : {SIGTERM, SIGINT}) {
     Start();
-    EXPECT_THAT(control_->output(), HasSubstr("okv-control ready on " + address_));
+    EXPECT_THAT(control_->output(), HasSubstr(absl::StrCat("okv-control ready on ", address_)));
     control_->Signal(signal);
     EXPECT_EQ(control_->Wait(std::chrono::seconds(20)), 0) << control_->output();
   }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "proto/bf16.h"
 #include "tests/control_plane/harness.h"
 
@@ -100,7 +101,7 @@ TEST_F(RotationRegistryTest, UnknownSetIsNotFound) {
 }
 
 TEST_F(RotationRegistryTest, GarbageIsRefused) {
-  EXPECT_EQ(Refused("").code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(Refused("").code(), StatusCode::kDataLoss);  // Cut short of its header.
   EXPECT_EQ(Refused("not a safetensors file at all").code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(Refused(std::string(1 << 16, '\xff')).code(), StatusCode::kInvalidArgument);
 }
@@ -149,7 +150,9 @@ TEST_F(RotationRegistryTest, FullDiskPublishesNothing) {
 TEST_F(RotationRegistryTest, DamagedSetInTheStateIsNamedAtStart) {
   const RotationSet set = SmallRotations("hadamard", 2);
   ASSERT_TRUE(registry_->Publish(set.Serialize()).ok());
-  ASSERT_TRUE(state_.Put("rotation/" + set.hash().Hex(), set.Serialize().substr(0, 5000)).ok());
+  ASSERT_TRUE(
+      state_.Put(absl::StrCat("rotation/", set.hash().Hex()), set.Serialize().substr(0, 5000))
+          .ok());
   EXPECT_THAT(RotationRegistry::Open(&state_, &clock_).status(),
               IsStatus(StatusCode::kDataLoss, set.hash().Hex()));
 }

@@ -23,13 +23,11 @@ namespace {
 
 using testing::HasSubstr;
 using testing_support::ChainKeys;
-using testing_support::HttpGet;
 using testing_support::IsStatus;
 using testing_support::kTenant;
 using testing_support::SmallFormat;
 using testing_support::SmallRotations;
 using testing_support::TempDir;
-using testing_support::TestKey;
 
 std::string Raw(const BlockKey& key) { return std::string(key.view()); }
 
@@ -181,8 +179,9 @@ TEST_F(ServerTest, RotationSetGoesThroughInChunks) {
 
 TEST_F(ServerTest, BadRotationSetsAreRefusedWithTypedErrors) {
   v1::PublishRotationResponse published;
-  EXPECT_EQ(Publish("", &published).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(Publish("garbage", &published).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(Publish("", &published).error_code(), grpc::StatusCode::DATA_LOSS);
+  EXPECT_EQ(Publish("not a safetensors file at all", &published).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
   const std::string file = rotations_.Serialize();
   EXPECT_EQ(Publish(file.substr(0, file.size() - 9), &published).error_code(),
             grpc::StatusCode::DATA_LOSS);

@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -66,9 +67,13 @@ std::unique_ptr<Process> Process::Start(const std::vector<std::string>& argv) {
   std::vector<char*> pointers;
   for (const std::string& word : argv) pointers.push_back(const_cast<char*>(word.c_str()));
   pointers.push_back(nullptr);
+  const pid_t parent = getpid();
   const pid_t pid = fork();
   OKV_CHECK(pid >= 0);
   if (pid == 0) {
+    // A test that aborts leaves nobody behind.
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127);
     const int fd = open(output.c_str(), O_CREAT | O_WRONLY | O_APPEND, 0600);
     dup2(fd, STDOUT_FILENO);
     dup2(fd, STDERR_FILENO);
