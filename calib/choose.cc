@@ -41,11 +41,11 @@ class Judge {
                              uint32_t clip_rank) const {
     double sum = 0;
     for (const HeadRows& head : heads_) {
-      OKV_ASSIGN_OR_RETURN(const double error, RowError(head.*sample,
-                                                        {.rotation = rotation.data(),
-                                                         .group_size = group_size_,
-                                                         .clip_rank = clip_rank},
-                                                        head.objective));
+      OKV_ASSIGN_OR_RETURN(
+          const double error,
+          RowError(head.*sample,
+                   {.rotation = rotation.data(), .group_size = group_size_, .clip_rank = clip_rank},
+                   head.objective));
       sum += error;
     }
     return sum;

@@ -36,6 +36,23 @@ std::vector<Matrix> PoolQueryHeads(const std::vector<Matrix>& per_query_head, ui
   return pooled;
 }
 
+// Mean over tokens of x^T x for each head of `tensor`, [tokens_count, heads, dim].
+std::vector<Matrix> RowCovariance(const LayerDump& layer, const std::vector<float>& tensor,
+                                  uint32_t heads, ThreadPool* pool) {
+  const uint32_t dim = layer.head_dim;
+  std::vector<Matrix> sums(heads, Matrix(size_t{dim} * dim, 0.0));
+  pool->ParallelFor(heads, [&](size_t head) {
+    std::vector<double> rows(size_t{kRowsPerStep} * dim);
+    for (uint32_t first = 0; first < layer.tokens_count; first += kRowsPerStep) {
+      const uint32_t count = std::min(kRowsPerStep, layer.tokens_count - first);
+      GatherRows(tensor.data(), heads, static_cast<uint32_t>(head), dim, first, count, rows.data());
+      AddOuterProducts(rows.data(), count, dim, &sums[head]);
+    }
+    Finish(layer.tokens_count, dim, &sums[head]);
+  });
+  return sums;
+}
+
 }  // namespace
 
 Matrix MeanMatrix(const std::vector<Matrix>& matrices) {
@@ -50,19 +67,11 @@ Matrix MeanMatrix(const std::vector<Matrix>& matrices) {
 }
 
 std::vector<Matrix> QueryCovariance(const LayerDump& layer, ThreadPool* pool) {
-  const uint32_t dim = layer.head_dim;
-  std::vector<Matrix> sums(layer.query_heads, Matrix(size_t{dim} * dim, 0.0));
-  pool->ParallelFor(layer.query_heads, [&](size_t head) {
-    std::vector<double> rows(size_t{kRowsPerStep} * dim);
-    for (uint32_t first = 0; first < layer.tokens_count; first += kRowsPerStep) {
-      const uint32_t count = std::min(kRowsPerStep, layer.tokens_count - first);
-      GatherRows(layer.q.data(), layer.query_heads, static_cast<uint32_t>(head), dim, first, count,
-                 rows.data());
-      AddOuterProducts(rows.data(), count, dim, &sums[head]);
-    }
-    Finish(layer.tokens_count, dim, &sums[head]);
-  });
-  return PoolQueryHeads(sums, layer.kv_heads);
+  return PoolQueryHeads(RowCovariance(layer, layer.q, layer.query_heads, pool), layer.kv_heads);
+}
+
+std::vector<Matrix> KeyCovariance(const LayerDump& layer, ThreadPool* pool) {
+  return RowCovariance(layer, layer.k, layer.kv_heads, pool);
 }
 
 std::vector<SequenceRange> SampleSequences(const std::vector<uint32_t>& sequence_lengths,

@@ -17,6 +17,10 @@ namespace okv {
 // error for a key error e is e C_Q e^T on average. [kv_heads][dim * dim]
 std::vector<Matrix> QueryCovariance(const LayerDump& layer, ThreadPool* pool);
 
+// Mean over tokens of k^T k, one per KV head. Not centered: its first eigenvector is mostly the
+// direction of the keys' mean.
+std::vector<Matrix> KeyCovariance(const LayerDump& layer, ThreadPool* pool);
+
 // Which tokens the softmax covariance reads. Its cost grows with the square of a sequence's length.
 struct ValueSample {
   uint32_t tokens_max = 8192;  // Of a layer.

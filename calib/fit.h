@@ -17,11 +17,18 @@
 namespace okv {
 
 enum class Method {
-  kOscar,     // U * H * P_br, from the dump's covariances.
+  kOscar,     // U * D * H * P_br, from the dump's covariances.
   kHadamard,  // H alone: needs no data, the base line.
   kNone,      // The identity.
 };
 enum class RotationScope { kLayer, kKvHead };
+// Which basis U turns the keys.
+enum class KeyObjective {
+  kAuto,    // Of those below, what errs least on held-out rows; for each rotation.
+  kQqt,     // Eigenvectors of C_Q: the published one.
+  kKkt,     // Eigenvectors of the keys' own K^T K.
+  kOffset,  // K^T K's first head_dim / group_size, then C_Q's in what is left.
+};
 enum class ValueObjective {
   kSoftmax,  // C_S, as the attention weighs values.
   kEnergy,   // The key-energy weights, without softmax: cheaper.
@@ -36,22 +43,29 @@ absl::string_view ScopeName(RotationScope scope);
 // "softmax", "energy".
 absl::StatusOr<ValueObjective> ParseValueObjective(absl::string_view name);
 absl::string_view ValueObjectiveName(ValueObjective objective);
+// "auto", "qqt", "kkt", "offset".
+absl::StatusOr<KeyObjective> ParseKeyObjective(absl::string_view name);
+absl::string_view KeyObjectiveName(KeyObjective objective);
 
 struct FitOptions {
   Method method = Method::kOscar;
-  RotationScope scope = RotationScope::kLayer;
+  RotationScope scope = RotationScope::kKvHead;
   ValueObjective value_objective = ValueObjective::kSoftmax;
+  KeyObjective key_objective = KeyObjective::kAuto;
+  bool fit_signs = true;     // D of kOscar; otherwise D = I.
   uint32_t group_size = 64;  // 32 to head_dim, a power of two.
-  // Clip ratios in [0, 1): the rank is floor(ratio * head_dim), 0 = off. Unset: K 0.96 and V 0.92,
-  // the published recipe, for the methods that rotate; off for kNone, whose outlier channels a clip
-  // would cut off.
+  // Clip ratios in [0, 1): the rank is floor(ratio * head_dim), 0 = off. Unset: for each layer what
+  // errs least on held-out tokens, keys by the logits and values by the output; all methods alike.
   std::optional<double> clip_k = std::nullopt;
   std::optional<double> clip_v = std::nullopt;
   ValueSample value_sample = {};
+  uint32_t row_tokens = 1024;      // Of a layer: rows to fit on, and as many to judge by.
+  uint32_t clip_tokens = 1024;     // Of a layer: held-out tokens that decide an unset clip_v.
   uint32_t measure_tokens = 1024;  // Of a layer, for Int2Errors; 0: not measured.
 
-  double ClipRatioK() const { return clip_k.value_or(method == Method::kNone ? 0.0 : 0.96); }
-  double ClipRatioV() const { return clip_v.value_or(method == Method::kNone ? 0.0 : 0.92); }
+  // The published recipe: one rotation a layer, C_Q's eigenvectors as they are, K 0.96 and V 0.92
+  // for the methods that rotate; clipping off for kNone, whose outlier channels it would cut off.
+  static FitOptions Published(Method method);
 
   // kInvalidArgument naming the option that does not suit a model of this head_dim.
   absl::Status Validate(uint32_t head_dim) const;
@@ -60,7 +74,11 @@ struct FitOptions {
 // What came out for one layer.
 struct LayerReport {
   uint32_t layer_id = 0;
-  double orthogonality_error = 0;  // max |R R^T - I| over the bf16 R_K and R_V.
+  double orthogonality_error = 0;            // max |R R^T - I| over the bf16 R_K and R_V.
+  std::vector<KeyObjective> key_objectives;  // As used, one per rotation; kOscar only.
+  uint32_t signs_kept = 0;                   // Of 2 per rotation, K and V.
+  uint32_t clip_rank_k = 0;
+  uint32_t clip_rank_v = 0;
   Int2Errors int2;
 };
 

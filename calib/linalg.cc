@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "proto/bf16.h"
 #include "proto/check.h"
+#include "proto/status_macros.h"
 
 namespace okv {
 
@@ -76,6 +78,37 @@ Matrix RotationFromEigenvectors(const Matrix& vectors, uint32_t dim) {
     }
   }
   return rotation;
+}
+
+absl::StatusOr<Matrix> BasisWithLeading(const Matrix& leading, uint32_t count, Matrix c,
+                                        uint32_t dim) {
+  OKV_CHECK(count <= dim && leading.size() == size_t{dim} * dim && c.size() == leading.size());
+  const int n = static_cast<int>(dim);
+  const int taken = static_cast<int>(count);
+  // P C P with P = I - B B^T, then B's directions moved below every other: C has no negative
+  // eigenvalue, so that they come last even where C is singular.
+  Matrix projector(c.size(), 0.0);
+  for (uint32_t i = 0; i < dim; ++i) projector[size_t{i} * dim + i] = 1.0;
+  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, taken, -1.0, leading.data(), n,
+              leading.data(), n, 1.0, projector.data(), n);
+  Matrix half(c.size());
+  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1.0, projector.data(), n,
+              c.data(), n, 0.0, half.data(), n);
+  double trace = 0;
+  for (uint32_t i = 0; i < dim; ++i) trace += c[size_t{i} * dim + i];
+  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, taken, -(trace + 1.0), leading.data(),
+              n, leading.data(), n, 0.0, c.data(), n);
+  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1.0, half.data(), n,
+              projector.data(), n, 1.0, c.data(), n);
+  OKV_ASSIGN_OR_RETURN(const EigenSystem system, SymmetricEigen(std::move(c), dim));
+  Matrix basis(leading.size());
+  for (size_t row = 0; row < dim; ++row) {
+    std::copy_n(leading.begin() + static_cast<ptrdiff_t>(row * dim), count,
+                basis.begin() + static_cast<ptrdiff_t>(row * dim));
+    std::copy_n(system.vectors.begin() + static_cast<ptrdiff_t>(row * dim), dim - count,
+                basis.begin() + static_cast<ptrdiff_t>(row * dim + count));
+  }
+  return basis;
 }
 
 std::vector<uint16_t> RoundToBf16(const Matrix& matrix) {

@@ -41,6 +41,12 @@ uint32_t BitReverse(uint32_t index, uint32_t dim);
 // they shift a group as a whole, and the group's offset absorbs them.
 Matrix RotationFromEigenvectors(const Matrix& vectors, uint32_t dim);
 
+// An orthonormal basis that begins with the first `count` columns of `leading` (orthonormal) and
+// goes on with the eigenvectors of `c` restricted to what is orthogonal to those. Errors as
+// SymmetricEigen. REQUIRES: count <= dim.
+absl::StatusOr<Matrix> BasisWithLeading(const Matrix& leading, uint32_t count, Matrix c,
+                                        uint32_t dim);
+
 // Rounds to bf16 (by way of fp32), to nearest even.
 std::vector<uint16_t> RoundToBf16(const Matrix& matrix);
 

@@ -43,10 +43,21 @@ LayerDump ExtractRanges(const LayerDump& layer, const std::vector<SequenceRange>
   return part;
 }
 
+// The token of the whole dump that an extract's token `index` is.
+uint32_t OriginalToken(const std::vector<SequenceRange>& ranges, uint32_t index) {
+  for (const SequenceRange& range : ranges) {
+    if (index < range.tokens_count) return range.first_token + index;
+    index -= range.tokens_count;
+  }
+  OKV_CHECK(false && "a token behind the ranges");
+  return 0;
+}
+
 // Sends 64 rows of one KV head from `first_token` through the codec and back to the model's basis,
-// in place. Past the end the last token repeats: a row's codes do not depend on the others.
+// in place. Past the end the last token repeats: a row's codes do not depend on the others. A row
+// that the codec refuses: *bad names it.
 absl::Status QuantizeBlock(const LayerRotation& rotation, uint32_t head, uint32_t first_token,
-                           LayerDump* layer) {
+                           LayerDump* layer, BadRow* bad) {
   const uint32_t dim = layer->head_dim;
   const size_t width = size_t{layer->kv_heads} * dim;
   const size_t matrix = rotation.rotation_heads == 1 ? 0 : size_t{head} * dim * dim;
@@ -78,11 +89,9 @@ absl::Status QuantizeBlock(const LayerRotation& rotation, uint32_t head, uint32_
   const PageLayout layout{
       .layers_count = 1, .kv_heads = 1, .head_dim = dim, .group_size = rotation.group_size};
   std::vector<uint8_t> run(layout.run_bytes(Codec::kInt2));
-  BadRow bad{};
-  if (const absl::Status status = QuantizeRun(params, run.data(), &bad); !status.ok()) {
-    return absl::Status(
-        status.code(), absl::StrCat(bad.is_value ? "V" : "K", " of token ", first_token + bad.token,
-                                    ", head ", head, " cannot be quantized: ", status.message()));
+  if (const absl::Status status = QuantizeRun(params, run.data(), bad); !status.ok()) {
+    bad->token = std::min(first_token + bad->token, layer->tokens_count - 1);
+    return status;
   }
   std::vector<float> restored[] = {std::vector<float>(values), std::vector<float>(values)};
   DequantizeRunF32({.run = run.data(), .dim = dim, .group_size = rotation.group_size},
@@ -100,15 +109,23 @@ absl::Status QuantizeBlock(const LayerRotation& rotation, uint32_t head, uint32_
   return absl::OkStatus();
 }
 
-// `layer` is an extract (ExtractRanges).
-absl::StatusOr<LayerDump> QuantizeLayer(const LayerDump& layer, const LayerRotation& rotation,
-                                        ThreadPool* pool) {
+// `layer` holds the tokens of `ranges`.
+absl::StatusOr<LayerDump> QuantizeLayer(const LayerDump& layer,
+                                        const std::vector<SequenceRange>& ranges,
+                                        const LayerRotation& rotation, ThreadPool* pool) {
   LayerDump quantized = layer;
   std::vector<absl::Status> statuses(layer.kv_heads);
   pool->ParallelFor(layer.kv_heads, [&](size_t head) {
     for (uint32_t first = 0; first < layer.tokens_count && statuses[head].ok();
          first += kBlockTokens) {
-      statuses[head] = QuantizeBlock(rotation, static_cast<uint32_t>(head), first, &quantized);
+      BadRow bad{};
+      const absl::Status status =
+          QuantizeBlock(rotation, static_cast<uint32_t>(head), first, &quantized, &bad);
+      if (status.ok()) continue;
+      statuses[head] = absl::Status(
+          status.code(),
+          absl::StrCat(bad.is_value ? "V" : "K", " of token ", OriginalToken(ranges, bad.token),
+                       ", head ", head, " cannot be quantized: ", status.message()));
     }
   });
   for (const absl::Status& status : statuses) OKV_RETURN_IF_ERROR(status);
@@ -182,45 +199,33 @@ Ratio Compare(const std::vector<float>& exact, const std::vector<float>& approxi
   return ratio;
 }
 
-// Puts the first `tokens` tokens of every head back as they were.
-void RestoreTokens(const std::vector<float>& exact, size_t tokens, size_t width,
-                   std::vector<float>* changed) {
-  std::copy(exact.begin(), exact.begin() + static_cast<ptrdiff_t>(tokens * width),
-            changed->begin());
-}
-
 }  // namespace
 
-absl::StatusOr<std::vector<double>> ClipErrors(const LayerDump& layer,
-                                               const LayerRotation& rotation, KvTensor tensor,
-                                               const SequenceRange& range,
-                                               const std::vector<uint32_t>& ranks,
-                                               ThreadPool* pool) {
+absl::StatusOr<std::vector<double>> ValueClipErrors(const LayerDump& layer,
+                                                    const LayerRotation& rotation,
+                                                    const SequenceRange& range,
+                                                    const std::vector<uint32_t>& ranks,
+                                                    ThreadPool* pool) {
   const LayerDump exact = ExtractRanges(layer, {range});
   std::vector<std::vector<float>> references(layer.query_heads);
   pool->ParallelFor(layer.query_heads, [&](size_t head) {
     TiledAttention attention;
     references[head] = Outputs(exact, static_cast<uint32_t>(head), &attention);
   });
-  const size_t kept = range.tokens_count > kBlockTokens ? kBlockTokens : 0;
-  const size_t width = size_t{layer.kv_heads} * layer.head_dim;
+  const size_t kept_tokens = range.tokens_count > kBlockTokens ? kBlockTokens : 0;
+  const size_t kept_values = kept_tokens * layer.kv_heads * layer.head_dim;
   std::vector<double> errors;
   for (const uint32_t rank : ranks) {
     LayerRotation candidate = rotation;
-    candidate.clip_rank_k = candidate.clip_rank_v = rank;
-    OKV_ASSIGN_OR_RETURN(LayerDump quantized, QuantizeLayer(exact, candidate, pool));
-    if (tensor == KvTensor::kKeys) {
-      quantized.v = exact.v;
-      RestoreTokens(exact.k, kept, width, &quantized.k);
-    } else {
-      quantized.k = exact.k;
-      RestoreTokens(exact.v, kept, width, &quantized.v);
-    }
+    candidate.clip_rank_v = rank;
+    OKV_ASSIGN_OR_RETURN(LayerDump quantized, QuantizeLayer(exact, {range}, candidate, pool));
+    quantized.k = exact.k;
+    std::copy_n(exact.v.begin(), kept_values, quantized.v.begin());
     std::vector<Ratio> parts(layer.query_heads);
     pool->ParallelFor(layer.query_heads, [&](size_t head) {
       TiledAttention attention;
-      parts[head] = Compare(references[head],
-                            Outputs(quantized, static_cast<uint32_t>(head), &attention));
+      parts[head] =
+          Compare(references[head], Outputs(quantized, static_cast<uint32_t>(head), &attention));
     });
     errors.push_back(Total(parts).value());
   }
@@ -237,8 +242,7 @@ std::vector<double> EffectiveTokens(const LayerDump& layer, const SequenceRange&
   std::vector<double> tokens(layer.kv_heads);
   pool->ParallelFor(layer.kv_heads, [&](size_t head) {
     TiledAttention attention;
-    const uint32_t query_head =
-        static_cast<uint32_t>(head) * (layer.query_heads / layer.kv_heads);
+    const uint32_t query_head = static_cast<uint32_t>(head) * (layer.query_heads / layer.kv_heads);
     const std::vector<float> outputs = Outputs(signs, query_head, &attention);
     double squares = 0;
     for (const float x : outputs) squares += double{x} * x;
@@ -252,7 +256,7 @@ absl::StatusOr<Int2Errors> MeasureInt2(const LayerDump& layer, const LayerRotati
                                        const std::vector<SequenceRange>& ranges, ThreadPool* pool) {
   OKV_CHECK(!ranges.empty() && query_covariance.size() == layer.kv_heads);
   const LayerDump exact = ExtractRanges(layer, ranges);
-  OKV_ASSIGN_OR_RETURN(const LayerDump quantized, QuantizeLayer(exact, rotation, pool));
+  OKV_ASSIGN_OR_RETURN(const LayerDump quantized, QuantizeLayer(exact, ranges, rotation, pool));
   LayerDump values_only = exact;
   values_only.v = quantized.v;
 

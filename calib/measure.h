@@ -7,7 +7,6 @@
 #include "absl/status/statusor.h"
 #include "calib/covariance.h"
 #include "calib/dump.h"
-#include "calib/row_error.h"
 #include "kernels/thread_pool.h"
 
 namespace okv {
@@ -40,14 +39,14 @@ absl::StatusOr<Int2Errors> MeasureInt2(const LayerDump& layer, const LayerRotati
                                        const std::vector<Matrix>& query_covariance,
                                        const std::vector<SequenceRange>& ranges, ThreadPool* pool);
 
-// What clipping does, at each of the ranks: the output error (as above) with only the keys, or only
-// the values, of `range` quantized. The first 64 tokens of the range, which stay in BF16 in a
-// sequence, stay exact if others are left. Errors as MeasureInt2.
-absl::StatusOr<std::vector<double>> ClipErrors(const LayerDump& layer,
-                                               const LayerRotation& rotation, KvTensor tensor,
-                                               const SequenceRange& range,
-                                               const std::vector<uint32_t>& ranks,
-                                               ThreadPool* pool);
+// What clipping does to values, at each of the ranks: |S (V^ - V)|^2 over |S V|^2 with the keys
+// exact, over `range`. The first 64 tokens of the range, which stay in BF16 in a sequence, stay
+// exact if others are left. Errors as MeasureInt2.
+absl::StatusOr<std::vector<double>> ValueClipErrors(const LayerDump& layer,
+                                                    const LayerRotation& rotation,
+                                                    const SequenceRange& range,
+                                                    const std::vector<uint32_t>& ranks,
+                                                    ThreadPool* pool);
 
 // How many tokens an output averages over, one figure per KV head: 1 / mean over queries of the sum
 // of the squared attention weights, for the first query head that reads it, over `range`.

@@ -107,9 +107,8 @@ absl::StatusOr<double> RowError(const RowSample& sample, const RowCodec& codec,
     const size_t count = std::min(kRowsPerCall, rows_count - first);
     std::fill(rotated.begin(), rotated.end(), uint16_t{0});  // Rows past the end are zero.
     const uint16_t* const rows = sample.rows.data() + first * dim;
-    RotateRows(
-        {.x = rows, .x_stride = dim, .r = codec.rotation, .rows_count = count, .dim = dim},
-        rotated.data(), dim);
+    RotateRows({.x = rows, .x_stride = dim, .r = codec.rotation, .rows_count = count, .dim = dim},
+               rotated.data(), dim);
     if (const absl::Status status = RoundTrip(rotated.data(), dim, codec, &run, restored.data());
         !status.ok()) {
       return status;

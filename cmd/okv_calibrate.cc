@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "calib/dump.h"
@@ -32,10 +34,16 @@ ABSL_FLAG(std::string, dump, "", "fit: directory of the dump, layer_<id>.safeten
 ABSL_FLAG(std::string, out, "", "fit: the rotation set to write (safetensors)");
 ABSL_FLAG(std::string, method, "oscar", "fit: oscar, hadamard or none");
 ABSL_FLAG(uint32_t, group_size, 64, "fit: channels that share a scale, 32 to head_dim");
-ABSL_FLAG(std::string, scope, "layer", "fit: one rotation a layer, or one a kv_head");
+ABSL_FLAG(std::string, scope, "", "fit: a rotation per kv_head or layer; default by --recipe");
 ABSL_FLAG(std::string, value_objective, "softmax", "fit: values weighed by softmax or energy");
-ABSL_FLAG(double, clip_k, -1, "fit: clip ratio of keys, 0 = off; default 0.96, none: off");
-ABSL_FLAG(double, clip_v, -1, "fit: clip ratio of values, 0 = off; default 0.92, none: off");
+ABSL_FLAG(std::string, recipe, "fitted", "fit: fitted (to held-out error), or published");
+ABSL_FLAG(std::string, key_objective, "", "fit: auto, qqt, kkt or offset; default by --recipe");
+ABSL_FLAG(std::string, signs, "", "fit: fitted or plain; default by --recipe");
+ABSL_FLAG(std::string, clip_k, "",
+          "fit: clip ratio of keys, 0 = off, or auto; default by --recipe");
+ABSL_FLAG(std::string, clip_v, "", "fit: the same for values");
+ABSL_FLAG(uint32_t, row_tokens, 1024, "fit: tokens a layer that bases and signs are fitted on");
+ABSL_FLAG(uint32_t, clip_tokens, 1024, "fit: held-out tokens a layer that decide clip_v auto");
 ABSL_FLAG(uint32_t, value_tokens_max, 8192, "fit: tokens a layer that the softmax objective reads");
 ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048, "fit: of those, at most this many a sequence");
 ABSL_FLAG(uint32_t, measure_tokens, 1024, "fit: tokens a layer for the INT2 errors, 0 = off");
@@ -51,19 +59,71 @@ void PrintJson(const Json& json) {
   std::printf("%s\n", json.dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
 }
 
+// Leaves *ratio alone when `text` is empty.
+absl::Status ParseClip(absl::string_view name, const std::string& text,
+                       std::optional<double>* ratio) {
+  if (text.empty()) return absl::OkStatus();
+  double value = 0;
+  if (text == "auto") {
+    ratio->reset();
+  } else if (absl::SimpleAtod(text, &value)) {
+    *ratio = value;
+  } else {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", name, " '", text, "' is neither a number nor auto"));
+  }
+  return absl::OkStatus();
+}
+
+// The index of `word` in `words`. kInvalidArgument naming the flag.
+absl::StatusOr<size_t> ParseWord(absl::string_view flag, absl::string_view word,
+                                 const std::vector<absl::string_view>& words) {
+  const auto found = std::find(words.begin(), words.end(), word);
+  if (found != words.end()) return static_cast<size_t>(found - words.begin());
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--", flag, " '", word, "' is not known; there are: ", absl::StrJoin(words, ", ")));
+}
+
 absl::StatusOr<FitOptions> OptionsFromFlags() {
   FitOptions options;
   OKV_ASSIGN_OR_RETURN(options.method, ParseMethod(absl::GetFlag(FLAGS_method)));
-  OKV_ASSIGN_OR_RETURN(options.scope, ParseScope(absl::GetFlag(FLAGS_scope)));
+  OKV_ASSIGN_OR_RETURN(const size_t recipe,
+                       ParseWord("recipe", absl::GetFlag(FLAGS_recipe), {"fitted", "published"}));
+  if (recipe == 1) options = FitOptions::Published(options.method);
+  if (const std::string name = absl::GetFlag(FLAGS_scope); !name.empty()) {
+    OKV_ASSIGN_OR_RETURN(options.scope, ParseScope(name));
+  }
   OKV_ASSIGN_OR_RETURN(options.value_objective,
                        ParseValueObjective(absl::GetFlag(FLAGS_value_objective)));
+  if (const std::string name = absl::GetFlag(FLAGS_key_objective); !name.empty()) {
+    OKV_ASSIGN_OR_RETURN(options.key_objective, ParseKeyObjective(name));
+  }
+  if (const std::string name = absl::GetFlag(FLAGS_signs); !name.empty()) {
+    OKV_ASSIGN_OR_RETURN(const size_t index, ParseWord("signs", name, {"plain", "fitted"}));
+    options.fit_signs = index == 1;
+  }
   options.group_size = absl::GetFlag(FLAGS_group_size);
-  if (const double ratio = absl::GetFlag(FLAGS_clip_k); ratio != -1) options.clip_k = ratio;
-  if (const double ratio = absl::GetFlag(FLAGS_clip_v); ratio != -1) options.clip_v = ratio;
+  OKV_RETURN_IF_ERROR(ParseClip("clip_k", absl::GetFlag(FLAGS_clip_k), &options.clip_k));
+  OKV_RETURN_IF_ERROR(ParseClip("clip_v", absl::GetFlag(FLAGS_clip_v), &options.clip_v));
   options.value_sample = {.tokens_max = absl::GetFlag(FLAGS_value_tokens_max),
                           .sequence_tokens_max = absl::GetFlag(FLAGS_value_sequence_tokens_max)};
+  options.row_tokens = absl::GetFlag(FLAGS_row_tokens);
+  options.clip_tokens = absl::GetFlag(FLAGS_clip_tokens);
   options.measure_tokens = absl::GetFlag(FLAGS_measure_tokens);
   return options;
+}
+
+std::string ClipText(const std::optional<double>& ratio) {
+  return ratio.has_value() ? absl::StrCat(*ratio) : "auto";
+}
+
+// How often each key objective was used: "kkt 80, offset 10".
+std::string KeyObjectiveCounts(const FitResult& result) {
+  std::map<absl::string_view, size_t> counts;
+  for (const LayerReport& layer : result.layers) {
+    for (const KeyObjective one : layer.key_objectives) ++counts[KeyObjectiveName(one)];
+  }
+  return absl::StrJoin(counts, ", ", absl::PairFormatter(" "));
 }
 
 // What made the set, without a date: the same dump and options give the same file.
@@ -75,10 +135,13 @@ std::map<std::string, std::string> Provenance(const DumpReader& dump, const FitO
       {"tokens", absl::StrCat(dump.tokens_count())},
       {"sequences", absl::StrCat(dump.sequence_lengths().size())},
       {"query_heads", absl::StrCat(dump.info().query_heads)},
-      {"clip_k", absl::StrCat(options.ClipRatioK())},
-      {"clip_v", absl::StrCat(options.ClipRatioV())}};
+      {"clip_k", ClipText(options.clip_k)},
+      {"clip_v", ClipText(options.clip_v)}};
   if (options.method == Method::kOscar) {
     facts["scope"] = std::string(ScopeName(options.scope));
+    facts["key_objective"] = std::string(KeyObjectiveName(options.key_objective));
+    facts["key_objectives_used"] = KeyObjectiveCounts(result);
+    facts["signs"] = options.fit_signs ? "fitted" : "plain";
     facts["value_objective"] = std::string(ValueObjectiveName(options.value_objective));
     if (result.value_tokens > 0) facts["value_tokens"] = absl::StrCat(result.value_tokens);
   }
@@ -86,8 +149,16 @@ std::map<std::string, std::string> Provenance(const DumpReader& dump, const FitO
 }
 
 void PrintProgress(size_t done, size_t layers_count, const LayerReport& report) {
-  std::fprintf(stderr, "layer %u (%zu of %zu): |R R^T - I| %.1e", report.layer_id, done,
-               layers_count, report.orthogonality_error);
+  std::fprintf(stderr, "layer %u (%zu of %zu): |R R^T - I| %.1e, clip ranks K %u V %u",
+               report.layer_id, done, layers_count, report.orthogonality_error, report.clip_rank_k,
+               report.clip_rank_v);
+  for (const KeyObjective objective : report.key_objectives) {
+    std::fprintf(stderr, " %s", std::string(KeyObjectiveName(objective)).c_str());
+  }
+  if (!report.key_objectives.empty()) {
+    std::fprintf(stderr, ", signs kept %u of %zu", report.signs_kept,
+                 2 * report.key_objectives.size());
+  }
   if (report.int2.tokens_count > 0) {
     std::fprintf(stderr, ", int2 error of logits %.5f, values %.5f, output %.5f", report.int2.logit,
                  report.int2.value, report.int2.output);
@@ -99,8 +170,10 @@ void PrintProgress(size_t done, size_t layers_count, const LayerReport& report) 
 Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult& result,
              double seconds) {
   double orthogonality_error = 0;
+  uint32_t signs_kept = 0;
   Int2Errors sum;
   for (const LayerReport& layer : result.layers) {
+    signs_kept += layer.signs_kept;
     orthogonality_error = std::max(orthogonality_error, layer.orthogonality_error);
     sum.tokens_count += layer.int2.tokens_count;
     sum.logit += layer.int2.logit;
@@ -118,6 +191,9 @@ Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult&
                {"orthogonality_error_max", orthogonality_error}};
   if (options.method == Method::kOscar) {
     json["scope"] = ScopeName(options.scope);
+    json["key_objective"] = KeyObjectiveName(options.key_objective);
+    json["key_objectives_used"] = KeyObjectiveCounts(result);
+    json["signs_kept"] = signs_kept;
     json["value_objective"] = ValueObjectiveName(options.value_objective);
   }
   if (sum.tokens_count > 0) {

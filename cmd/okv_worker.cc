@@ -43,8 +43,8 @@ ABSL_FLAG(double, deadline_s, 30, "deadline of a fetch, and of a put");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 ABSL_FLAG(std::string, text, "", "dump: text file to run through the model");
 ABSL_FLAG(uint32_t, skip_tokens, 0, "dump: tokens of the text to leave out first");
-ABSL_FLAG(uint32_t, tokens, 8192, "dump: tokens, a multiple of --window");
-ABSL_FLAG(uint32_t, window, 2048, "dump: tokens per sequence");
+ABSL_FLAG(uint32_t, tokens, 16384, "dump: tokens, a multiple of --window");
+ABSL_FLAG(uint32_t, window, 2048, "dump: tokens per sequence; evenly over the text");
 ABSL_FLAG(std::string, out, "", "dump: directory to write");
 
 namespace okv {

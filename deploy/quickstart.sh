@@ -42,10 +42,10 @@ work=$root/build/quickstart
 model=$root/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 text=$root/build/text/jargon.txt
 # Part of the calibration's name: another recipe makes a new one.
-calibration_tokens=8192
-recipe="1: $calibration_tokens tokens, window 2048, group_size 64"
-# Where the held-out text begins: far behind what the calibration has seen.
-nll_skip_tokens=16384
+calibration_tokens=16384
+calibration_skip=65536  # The calibration sees nothing in front of it: not the prompt, ...
+recipe="2: $calibration_tokens tokens behind $calibration_skip, window 2048, group_size 64"
+nll_skip_tokens=16384  # ... and not the held-out text, which begins here.
 
 pids=()
 stop_all() {
@@ -91,7 +91,7 @@ if [ -e "$calibration/done" ]; then
 else
   rm -rf "$calibration" && mkdir -p "$calibration"
   run "$bin/okv-worker" dump --model "$model" --text "$text" --tokens $calibration_tokens \
-    --window 2048 --out "$calibration/dump" >&2
+    --skip_tokens $calibration_skip --window 2048 --out "$calibration/dump" >&2
   for method in oscar hadamard none; do
     run "$bin/okv-calibrate" fit --dump "$calibration/dump" --method "$method" --group_size 64 \
       --out "$calibration/$method.safetensors" >&2

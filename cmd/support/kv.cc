@@ -65,7 +65,7 @@ absl::StatusOr<std::vector<uint32_t>> ReadTokens(const Tokenizer& tokenizer,
     return absl::InvalidArgumentError(
         absl::StrCat("'", path, "' has ", tokens.size(), " tokens; ", needed, " are needed"));
   }
-  tokens.resize(needed);
+  if (!range.rest_too) tokens.resize(needed);
   tokens.erase(tokens.begin(), tokens.begin() + range.skip_tokens);
   return tokens;
 }

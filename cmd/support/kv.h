@@ -42,6 +42,7 @@ absl::Status ValidateThreads(uint32_t threads);
 struct TokenRange {
   uint32_t skip_tokens = 0;
   uint32_t tokens_count = 0;
+  bool rest_too = false;  // Not only these: all from skip_tokens on.
 };
 // Tokens [skip, skip + count) of a text file. kInvalidArgument when the text has fewer.
 absl::StatusOr<std::vector<uint32_t>> ReadTokens(const Tokenizer& tokenizer,

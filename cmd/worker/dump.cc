@@ -34,8 +34,9 @@ absl::Status RunDump(const DumpOptions& options) {
   const ModelConfig& config = model->config();
   OKV_ASSIGN_OR_RETURN(
       const std::vector<uint32_t> tokens,
-      ReadTokens(model->tokenizer(), options.text,
-                 {.skip_tokens = options.skip_tokens, .tokens_count = options.tokens}));
+      ReadTokens(
+          model->tokenizer(), options.text,
+          {.skip_tokens = options.skip_tokens, .tokens_count = options.tokens, .rest_too = true}));
 
   const RotationSet identity = IdentityRotations(config);
   const Format format = MakeFormat(config, identity, {.recent_tokens = kBf16RecentTokens});
@@ -47,15 +48,19 @@ absl::Status RunDump(const DumpOptions& options) {
                                                         .query_heads = config.query_heads,
                                                         .kv_heads = config.kv_heads,
                                                         .head_dim = config.head_dim}));
-  for (uint32_t first = 0; first < options.tokens; first += options.window) {
+  const uint64_t windows = options.tokens / options.window;
+  for (uint64_t i = 0; i < windows; ++i) {
+    // One part of a text is not like another: the sequences come from all of it.
+    const uint64_t room = tokens.size() - options.window;
+    const uint64_t first = windows == 1 ? 0 : i * room / (windows - 1);
     OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Sequence> sequence,
                          MakeSequence(config, format, &identity, options.window, &pool));
     SequenceCache cache(sequence.get(), dump.get());
     const auto window = absl::MakeConstSpan(tokens).subspan(first, options.window);
     OKV_RETURN_IF_ERROR(model->Forward(window, &cache).status());
     OKV_RETURN_IF_ERROR(dump->EndSequence());
-    std::fprintf(stderr, "okv-worker dump: %u of %u tokens\n", first + options.window,
-                 options.tokens);
+    std::fprintf(stderr, "okv-worker dump: %u of %u tokens\n",
+                 static_cast<uint32_t>(i + 1) * options.window, options.tokens);
   }
   return dump->Finish();
 }

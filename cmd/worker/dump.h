@@ -14,8 +14,8 @@ struct DumpOptions {
   std::string model;
   std::string text;          // Text file.
   uint32_t skip_tokens = 0;  // Left out at the beginning of the text.
-  uint32_t tokens = 8192;    // A multiple of window.
-  uint32_t window = 2048;    // Tokens of one sequence.
+  uint32_t tokens = 16384;   // A multiple of window.
+  uint32_t window = 2048;    // Tokens of one sequence; they lie evenly over the rest of the text.
   uint32_t threads = 0;      // 0: one per core.
   std::string out;           // Directory, created.
 

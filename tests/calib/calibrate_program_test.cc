@@ -78,7 +78,30 @@ TEST_F(CalibrateProgramTest, FitWritesASetThatInspectAndTheLibraryRead) {
   ASSERT_TRUE(seen.is_object()) << inspect.output;
   EXPECT_EQ(seen["hash"], json["hash"]);
   EXPECT_EQ(seen["model"], "synthetic");
-  EXPECT_EQ(seen["clip_rank_k"], "61");
+  EXPECT_EQ(seen["provenance"]["clip_k"], "auto");
+  EXPECT_EQ(seen["provenance"]["key_objectives_used"], json["key_objectives_used"]);
+}
+
+TEST_F(CalibrateProgramTest, ThePublishedRecipeIsAFlagAndItsPartsCanBeChanged) {
+  const RunResult plain = RunCalibrate(fit_ + " --recipe published --json");
+  ASSERT_EQ(plain.exit_code, 0) << plain.output;
+  const auto json = nlohmann::json::parse(plain.last_line(), nullptr, false);
+  EXPECT_EQ(json["key_objectives_used"], "qqt 2");
+  EXPECT_EQ(json["signs_kept"], 0);
+  auto set = RotationSet::Parse(ReadFile(out_));
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_THAT(set->clip_rank_k, testing::Each(61u));
+  EXPECT_THAT(set->clip_rank_v, testing::Each(58u));
+
+  const RunResult changed =
+      RunCalibrate(fit_ + " --recipe published --key_objective kkt --clip_k 0.5 --clip_v auto");
+  ASSERT_EQ(changed.exit_code, 0) << changed.output;
+  set = RotationSet::Parse(ReadFile(out_));
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_THAT(set->clip_rank_k, testing::Each(32u));
+  EXPECT_EQ(set->provenance.at("key_objectives_used"), "kkt 2");
+  EXPECT_EQ(set->provenance.at("clip_v"), "auto");
+  EXPECT_EQ(set->provenance.at("signs"), "plain");
 }
 
 TEST_F(CalibrateProgramTest, TwoFitsWriteEqualFiles) {
@@ -105,6 +128,12 @@ TEST_F(CalibrateProgramTest, ErrorsExitWithOneAndNameTheThing) {
            Case{fit_ + " --value_objective mse", "'mse'"},
            Case{fit_ + " --group_size 48", "group_size is 48"},
            Case{fit_ + " --clip_k 1.5", "clip_k is 1.5"},
+           Case{fit_ + " --clip_k -1", "clip_k is -1"},
+           Case{fit_ + " --clip_v most", "--clip_v 'most'"},
+           Case{fit_ + " --key_objective kv", "'kv'"},
+           Case{fit_ + " --recipe best", "--recipe 'best'"},
+           Case{fit_ + " --signs random", "--signs 'random'"},
+           Case{fit_ + " --row_tokens 0", "row_tokens is 0"},
            Case{fit_ + " --no_such_flag 1", "no_such_flag"},
            Case{"fit --dump " + dump_ + " --out " + directory_.Path("absent/set"), "absent/set"},
            Case{"fit --dump " + dump_ + " --out " + directory_.path(), directory_.path().c_str()},

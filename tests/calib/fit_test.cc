@@ -3,16 +3,20 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <random>
 
+#include "calib/covariance.h"
 #include "calib/linalg.h"
+#include "calib/measure.h"
+#include "calib/row_error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/bf16.h"
 #include "tests/calib/test_data.h"
 
 namespace okv {
 namespace {
 
-using testing::Each;
 using testing::HasSubstr;
 
 class FitTest : public testing::Test {
@@ -42,12 +46,15 @@ TEST_F(FitTest, AFittedSetIsValidAndComplete) {
   EXPECT_EQ(set.method, "oscar");
   EXPECT_EQ(set.layer_ids, (std::vector<uint32_t>{3, 7}));
   EXPECT_EQ(seen, set.layer_ids);
-  EXPECT_EQ(set.rotation_heads, 1u);
+  EXPECT_EQ(set.rotation_heads, 2u);
   EXPECT_EQ(set.kv_heads, 2u);
   EXPECT_EQ(set.group_size, 64u);
   EXPECT_EQ(set.clip_rank_k.size(), 4u);
-  EXPECT_THAT(set.clip_rank_k, Each(61u));  // floor(0.96 * 64)
-  EXPECT_THAT(set.clip_rank_v, Each(58u));  // floor(0.92 * 64)
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    EXPECT_EQ(set.clip_rank_k[2 * layer], result->layers[layer].clip_rank_k);
+    EXPECT_EQ(set.clip_rank_v[2 * layer + 1], result->layers[layer].clip_rank_v);
+    EXPECT_EQ(result->layers[layer].key_objectives.size(), 2u);
+  }
   EXPECT_EQ(result->value_tokens, 160u);
   for (const LayerReport& report : result->layers) {
     EXPECT_LT(report.orthogonality_error, 1.0 / 256);
@@ -58,9 +65,9 @@ TEST_F(FitTest, AFittedSetIsValidAndComplete) {
   EXPECT_EQ(*parsed, set);
 }
 
-TEST_F(FitTest, TheRotationsDiagonalizeTheLayersCovariances) {
+TEST_F(FitTest, ThePublishedRecipeDiagonalizesTheLayersCovariances) {
   const LayerDump layer = SyntheticLayer({}, 1);
-  const auto fitted = FitLayer(layer, {}, &pool_);
+  const auto fitted = FitLayer(layer, FitOptions::Published(Method::kOscar), &pool_);
   ASSERT_TRUE(fitted.ok()) << fitted.status();
   const uint32_t dim = layer.head_dim;
   const auto expect_rotation = [&](const Matrix& covariance, const std::vector<uint16_t>& bits) {
@@ -71,6 +78,9 @@ TEST_F(FitTest, TheRotationsDiagonalizeTheLayersCovariances) {
   expect_rotation(MeanMatrix(QueryCovariance(layer, &pool_)), fitted->rotation.r_k);
   const std::vector<SequenceRange> whole = {{0, 100}, {100, 60}};
   expect_rotation(MeanMatrix(SoftmaxValueCovariance(layer, whole, &pool_)), fitted->rotation.r_v);
+  EXPECT_EQ(fitted->rotation.clip_rank_k, 61u);  // floor(0.96 * 64)
+  EXPECT_EQ(fitted->rotation.clip_rank_v, 58u);  // floor(0.92 * 64)
+  EXPECT_EQ(fitted->report.signs_kept, 0u);
 }
 
 TEST_F(FitTest, ScopeKvHeadGivesEachHeadItsOwnRotation) {
@@ -88,14 +98,21 @@ TEST_F(FitTest, ScopeKvHeadGivesEachHeadItsOwnRotation) {
   }
 }
 
+TEST_F(FitTest, ScopeLayerSharesOneRotation) {
+  WriteDump(directory_.path(), {0, 1}, {}, 1);
+  const auto result = Fit({.scope = RotationScope::kLayer}, &pool_);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->rotations.rotation_heads, 1u);
+  EXPECT_EQ(result->rotations.r_v.size(), size_t{2} * 64 * 64);
+}
+
 TEST_F(FitTest, HadamardAndNoneNeedNoData) {
   const LayerDump layer = SyntheticLayer({.sequence_lengths = {3}}, 1);
   const auto hadamard = FitLayer(layer, {.method = Method::kHadamard}, &pool_);
   ASSERT_TRUE(hadamard.ok()) << hadamard.status();
   EXPECT_EQ(hadamard->rotation.r_k, RoundToBf16(Hadamard(64)));
   EXPECT_EQ(hadamard->rotation.r_v, hadamard->rotation.r_k);
-  EXPECT_EQ(hadamard->rotation.clip_rank_k, 61u);
-  const auto none = FitLayer(layer, {.method = Method::kNone}, &pool_);
+  const auto none = FitLayer(layer, FitOptions::Published(Method::kNone), &pool_);
   ASSERT_TRUE(none.ok()) << none.status();
   EXPECT_EQ(OrthogonalityError(none->rotation.r_k.data(), 64), 0);
   EXPECT_EQ(none->rotation.r_k[65], 0x3f80);  // 1.0 on the diagonal.
@@ -111,8 +128,9 @@ TEST_F(FitTest, TwoFitsGiveTheSameBytesWhateverTheThreads) {
   ThreadPool one(1);
   ThreadPool four(4);
   for (const ValueObjective objective : {ValueObjective::kSoftmax, ValueObjective::kEnergy}) {
-    const auto first = Fit({.value_objective = objective}, &one);
-    const auto second = Fit({.value_objective = objective}, &four);
+    const FitOptions options = {.scope = RotationScope::kKvHead, .value_objective = objective};
+    const auto first = Fit(options, &one);
+    const auto second = Fit(options, &four);
     ASSERT_TRUE(first.ok() && second.ok());
     EXPECT_EQ(first->rotations.Serialize(), second->rotations.Serialize());
   }
@@ -127,6 +145,87 @@ TEST_F(FitTest, TheValueObjectivesDiffer) {
   EXPECT_NE(softmax->rotation.r_v, energy->rotation.r_v);
 }
 
+// Keys of a Gaussian around a large common mean; queries and values plain Gaussians.
+LayerDump KeysWithAMean(double mean, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  LayerDump layer = SyntheticLayer({.sequence_lengths = {700, 500}, .query_heads = 2}, seed);
+  for (std::vector<float>* tensor : {&layer.q, &layer.k, &layer.v}) {
+    for (float& x : *tensor) x = Bf16ToFloat(FloatToBf16(normal(random)));
+  }
+  for (size_t i = 0; i < layer.k.size(); ++i) {
+    if (i % 64 == 5 || i % 64 == 22) {
+      layer.k[i] = Bf16ToFloat(FloatToBf16(layer.k[i] + static_cast<float>(mean)));
+    }
+  }
+  return layer;
+}
+
+TEST_F(FitTest, TheClipOfGaussianRowsIsNearOneAndAHalfDeviations) {
+  const LayerDump layer = KeysWithAMean(0, 21);
+  const auto fitted = FitLayer(layer, {.method = Method::kHadamard}, &pool_);
+  ASSERT_TRUE(fitted.ok()) << fitted.status();
+  for (const uint32_t rank : {fitted->report.clip_rank_k, fitted->report.clip_rank_v}) {
+    EXPECT_GE(rank, 52u);  // 0.82
+    EXPECT_LE(rank, 58u);  // 0.90
+  }
+}
+
+TEST_F(FitTest, TheClipsThatAreChosenHaveTheLeastHeldOutErrors) {
+  const LayerDump layer = SyntheticLayer({.sequence_lengths = {400, 300}}, 4);
+  const auto fitted = FitLayer(layer, {.scope = RotationScope::kLayer}, &pool_);
+  ASSERT_TRUE(fitted.ok()) << fitted.status();
+  const std::vector<uint32_t> ranks = {fitted->report.clip_rank_v, 0, 48, 51, 55, 58, 61};
+  const SequenceRange held_out = {.first_token = 525, .tokens_count = 175};
+  const auto values = ValueClipErrors(layer, fitted->rotation, held_out, ranks, &pool_);
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_EQ(*std::min_element(values->begin(), values->end()), (*values)[0]);
+  EXPECT_LT((*values)[0], (*values)[1]);
+
+  const std::vector<Matrix> c_q = QueryCovariance(layer, &pool_);
+  const TokenSplit split = SplitTokens(layer.sequence_lengths, 1024);
+  const auto key_error = [&](uint32_t rank) {
+    double sum = 0;
+    for (uint32_t head = 0; head < layer.kv_heads; ++head) {
+      const auto error =
+          RowError(GatherSample(layer, KvTensor::kKeys, head, split.held_out),
+                   {.rotation = fitted->rotation.r_k.data(), .group_size = 64, .clip_rank = rank},
+                   {.weight = c_q[head], .mean_factor = 0});
+      EXPECT_TRUE(error.ok()) << error.status();
+      sum += *error;
+    }
+    return sum;
+  };
+  const double chosen = key_error(fitted->report.clip_rank_k);
+  for (const uint32_t rank : {0u, 48u, 51u, 55u, 58u, 61u}) {
+    EXPECT_LE(chosen, key_error(rank)) << rank;
+  }
+  EXPECT_LT(chosen, key_error(0));
+}
+
+// The mean takes the group's offset when it enters the transform at position 0: C_Q knows nothing
+// of it, the keys' own covariance does.
+TEST_F(FitTest, AutoPrefersABasisThatPutsTheKeysMeanIntoTheOffset) {
+  const LayerDump layer = KeysWithAMean(8, 22);
+  const auto fit = [&](KeyObjective objective) {
+    const auto fitted = FitLayer(
+        layer, {.scope = RotationScope::kLayer, .key_objective = objective, .fit_signs = false},
+        &pool_);
+    EXPECT_TRUE(fitted.ok()) << fitted.status();
+    return *fitted;
+  };
+  const FittedLayer chosen = fit(KeyObjective::kAuto);
+  const FittedLayer published = fit(KeyObjective::kQqt);
+  EXPECT_EQ(published.report.key_objectives, std::vector<KeyObjective>{KeyObjective::kQqt});
+  EXPECT_NE(chosen.report.key_objectives, std::vector<KeyObjective>{KeyObjective::kQqt});
+  EXPECT_LT(chosen.report.int2.output, 0.8 * published.report.int2.output);
+}
+
+TEST_F(FitTest, OneTokenIsEnoughForTheMethodsWithoutData) {
+  const LayerDump layer = SyntheticLayer({.sequence_lengths = {1}}, 1);
+  EXPECT_TRUE(FitLayer(layer, {.method = Method::kHadamard}, &pool_).ok());
+}
+
 // Queries and keys with a few large directions and outlier channels: what the method is for. With 2
 // bits, U H P_br beats H, and H beats no rotation.
 class Int2ErrorTest : public testing::TestWithParam<uint32_t> {};
@@ -136,8 +235,9 @@ TEST_P(Int2ErrorTest, OscarBeatsHadamardBeatsNoneOnASpikedSpectrum) {
   ThreadPool pool(2);
   const LayerDump layer = SyntheticLayer({.sequence_lengths = {320}, .head_dim = GetParam()}, 11);
   const auto measure = [&](Method method) {
-    const auto fitted =
-        FitLayer(layer, {.method = method, .group_size = std::max(32u, GetParam() / 4)}, &pool);
+    FitOptions options = FitOptions::Published(method);
+    options.group_size = std::max(32u, GetParam() / 4);
+    const auto fitted = FitLayer(layer, options, &pool);
     EXPECT_TRUE(fitted.ok()) << fitted.status();
     return fitted->report.int2;
   };
@@ -186,6 +286,15 @@ INSTANTIATE_TEST_SUITE_P(
         BadFit{"ClipNan", [](LayerDump*, FitOptions* o) { o->clip_v = std::nan(""); },
                "clip_v is nan"},
         BadFit{"ClipBelowOneRank", [](LayerDump*, FitOptions* o) { o->clip_v = 0.01; }, "rank 0"},
+        BadFit{"NoRowTokens", [](LayerDump*, FitOptions* o) { o->row_tokens = 0; },
+               "row_tokens is 0"},
+        BadFit{"NoClipTokens", [](LayerDump*, FitOptions* o) { o->clip_tokens = 0; },
+               "clip_tokens is 0"},
+        BadFit{"AllKeysZero",
+               [](LayerDump* layer, FitOptions*) {
+                 std::fill(layer->k.begin(), layer->k.end(), 0.0f);
+               },
+               "all keys are zero"},
         BadFit{"TooFewTokens",
                [](LayerDump* layer, FitOptions*) {
                  *layer = SyntheticLayer({.sequence_lengths = {40, 23}, .layer_id = 5}, 1);
@@ -206,12 +315,19 @@ INSTANTIATE_TEST_SUITE_P(
                "all queries are zero"},
         BadFit{"ARowThatTheCodecRefuses",
                [](LayerDump* layer, FitOptions* o) {
-                 o->method = Method::kNone;
+                 *o = FitOptions::Published(Method::kNone);
                  // Finite, but its range is not: max - min overflows.
                  layer->k[70 * 2 * 64 + 64] = 3e38f;
                  layer->k[70 * 2 * 64 + 65] = -3e38f;
                },
-               "K of token 70, head 1"}),
+               "K of token 70, head 1"},
+        BadFit{"AHeldOutRowThatTheCodecRefuses",
+               [](LayerDump* layer, FitOptions* o) {
+                 o->method = Method::kNone;
+                 layer->v[130 * 2 * 64] = 3e38f;
+                 layer->v[130 * 2 * 64 + 1] = -3e38f;
+               },
+               "V of token 130, head 0"}),
     [](const testing::TestParamInfo<BadFit>& info) { return info.param.name; });
 
 TEST(ParseNamesTest, KnownNamesRoundTripAndOthersListThem) {
@@ -223,6 +339,10 @@ TEST(ParseNamesTest, KnownNamesRoundTripAndOthersListThem) {
   }
   for (const ValueObjective objective : {ValueObjective::kSoftmax, ValueObjective::kEnergy}) {
     EXPECT_EQ(*ParseValueObjective(ValueObjectiveName(objective)), objective);
+  }
+  for (const KeyObjective objective :
+       {KeyObjective::kAuto, KeyObjective::kQqt, KeyObjective::kKkt, KeyObjective::kOffset}) {
+    EXPECT_EQ(*ParseKeyObjective(KeyObjectiveName(objective)), objective);
   }
   EXPECT_THAT(std::string(ParseMethod("quarot").status().message()),
               HasSubstr("'quarot' is not known; there are: oscar, hadamard, none"));
