@@ -33,8 +33,8 @@ constexpr absl::string_view kValueObjectives[] = {"softmax", "energy"};
 constexpr absl::string_view kKeyObjectives[] = {"auto", "qqt", "kkt", "offset"};
 
 // What an unset clip ratio is chosen from. Four levels between the ends of a Gaussian's range err
-// least with ends near 1.5 deviations, ratio 0.86; a rotation that puts a common part of all rows
-// into a group's offset leaves one end to clip, which is best near 0.90.
+// least with ends near 1.5 deviations, ratio near 0.84; a rotation that puts a common part of all
+// rows into a group's offset leaves one end to clip, which is best near 0.90.
 constexpr double kClipRatios[] = {0,    0.98, 0.96, 0.94, 0.92, 0.90, 0.88,
                                   0.86, 0.84, 0.82, 0.80, 0.78, 0.76};
 
@@ -225,8 +225,8 @@ absl::Status OscarFit::Run(FittedLayer* fitted) {
 
 // The rank of least error on held-out tokens, or the given one. Keys: the error of the logits,
 // which is a sum over rows. The output's error, tried first, is the work of the few keys that the
-// queries of one sequence look at: it chose ranks from 49 to 60 in neighboring layers, and a higher
-// NLL.
+// queries of one sequence look at: it took longer, chose ranks from 49 to 60 in neighboring layers,
+// and gave no lower NLL (README.md).
 absl::StatusOr<uint32_t> ChooseKeyClip(const LayerDump& layer, const LayerRotation& rotation,
                                        const std::vector<Matrix>& query_covariance,
                                        const FitOptions& options, ThreadPool* pool) {
