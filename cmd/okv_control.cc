@@ -4,19 +4,15 @@
 //
 // Exit code 0 after SIGTERM or SIGINT, or 1 with one line on stderr that names what is wrong.
 
-#include <pthread.h>
-
-#include <csignal>
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "cmd/support/files.h"
+#include "cmd/support/service.h"
 #include "control_plane/server.h"
 #include "proto/status_macros.h"
 
@@ -33,7 +29,7 @@ ABSL_FLAG(std::string, port_file, "", "written once it serves: the port, alone o
 namespace okv {
 namespace {
 
-absl::Status Run(const sigset_t& stop) {
+absl::Status Run(const StopWaiter& wait_for_stop) {
   ControlServerOptions options;
   options.listen = absl::GetFlag(FLAGS_listen);
   options.metrics = absl::GetFlag(FLAGS_metrics);
@@ -52,8 +48,7 @@ absl::Status Run(const sigset_t& stop) {
   }
   std::printf("okv-control ready on %s\n", server->address().c_str());
   std::fflush(stdout);
-  int signal = 0;
-  sigwait(&stop, &signal);
+  wait_for_stop();
   return absl::OkStatus();
 }
 
@@ -62,20 +57,5 @@ absl::Status Run(const sigset_t& stop) {
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage("okv-control: the control plane of OscarKV (see --helpfull)");
-  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
-  if (rest.size() > 1) {
-    std::fprintf(stderr, "okv-control: error: unexpected argument '%s'\n", rest[1]);
-    return 1;
-  }
-  // Before the first thread, so that all inherit it: only sigwait sees these.
-  sigset_t stop;
-  sigemptyset(&stop);
-  sigaddset(&stop, SIGTERM);
-  sigaddset(&stop, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &stop, nullptr);
-  if (const absl::Status status = okv::Run(stop); !status.ok()) {
-    std::fprintf(stderr, "okv-control: error: %s\n", std::string(status.message()).c_str());
-    return 1;
-  }
-  return 0;
+  return okv::RunService("okv-control", argc, argv, okv::Run);
 }

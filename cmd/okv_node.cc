@@ -6,19 +6,13 @@
 //
 // Exit code 0 after a signal, or 1 with one line on stderr that names what is wrong.
 
-#include <pthread.h>
-#include <unistd.h>
-
-#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -26,6 +20,7 @@
 #include "cache_node/node.h"
 #include "client/transport/transport.h"
 #include "cmd/support/files.h"
+#include "cmd/support/service.h"
 #include "nlohmann/json.hpp"
 #include "proto/clock.h"
 #include "proto/status_macros.h"
@@ -73,8 +68,7 @@ NodeOptions OptionsFromFlags() {
   return options;
 }
 
-// Runs until a signal of `stop` arrives, which every thread has blocked.
-absl::Status Run(const sigset_t& stop) {
+absl::Status Run(const StopWaiter& wait_for_stop) {
   const NodeOptions options = OptionsFromFlags();
   OKV_RETURN_IF_ERROR(options.Validate());
   UcxTransportOptions ucx;
@@ -92,9 +86,7 @@ absl::Status Run(const sigset_t& stop) {
   }
   std::printf("okv-node ready %s\n", ready.dump().c_str());
   std::fflush(stdout);
-  int signal = 0;
-  sigwait(&stop, &signal);
-  Log(absl::StrCat("stopping on signal ", signal));
+  Log(absl::StrCat("stopping on signal ", wait_for_stop()));
   return absl::OkStatus();
 }
 
@@ -103,21 +95,5 @@ absl::Status Run(const sigset_t& stop) {
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage("okv-node: a cache node of OscarKV (see --helpfull)");
-  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
-  if (rest.size() > 1) {
-    std::fprintf(stderr, "okv-node: error: unexpected argument '%s'\n", rest[1]);
-    return 1;
-  }
-  // Before the first thread, so that all inherit it: only sigwait sees these.
-  sigset_t stop;
-  sigemptyset(&stop);
-  sigaddset(&stop, SIGTERM);
-  sigaddset(&stop, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &stop, nullptr);
-  std::signal(SIGPIPE, SIG_IGN);
-  if (const absl::Status status = okv::Run(stop); !status.ok()) {
-    std::fprintf(stderr, "okv-node: error: %s\n", std::string(status.message()).c_str());
-    return 1;
-  }
-  return 0;
+  return okv::RunService("okv-node", argc, argv, okv::Run);
 }
