@@ -146,6 +146,9 @@ ending_b=$'\n\nThe most surprising thing in this text is that'
 
 step "5/8 worker A: cold prefill, its blocks go to the nodes"
 worker a --control "$control" --rotation "$rotation" --ending "$ending_a" --store
+failure=$(python3 -c 'import json, sys
+print(next(iter(json.load(open(sys.argv[1]))["store_failures"]), ""))' "$run_dir/worker-a.json")
+[ -z "$failure" ] || die "worker A could not store its blocks: $failure"
 for node in 1 2; do
   curl -sS --noproxy "*" --max-time 5 "http://$(field "$run_dir/node$node.json" metrics_address)/metrics" \
     >"$run_dir/node$node.metrics" || die "node $node has no metrics"

@@ -1,6 +1,7 @@
 #include "client/transport/transport.h"
 
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -38,6 +39,13 @@ absl::Status CheckSharedMemory(const UcxTransportOptions& options) {
       options.shm_path, " is too small: ", free_bytes,
       " bytes are free, the shared-memory transport ", "needs ", options.shm_bytes_min,
       ": enlarge it (containers: --shm-size), or choose transports ", "without (tcp,self)"));
+}
+
+absl::Status CheckNetworkDevices(const UcxTransportOptions& options) {
+  if (access(options.net_path.c_str(), R_OK | X_OK) == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("network devices at ", options.net_path, ": ", strerror(errno),
+                   ": UCX finds them there (in a container or chroot: mount sysfs)"));
 }
 
 absl::Status UcxTransportOptions::Validate() const {

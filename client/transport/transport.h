@@ -113,6 +113,8 @@ struct UcxTransportOptions {
   // memory.
   std::string shm_path = "/dev/shm";
   uint64_t shm_bytes_min = uint64_t{16} << 20;
+  // Where UCX finds network devices; part of sysfs.
+  std::string net_path = "/sys/class/net";
 
   bool uses_shared_memory() const;
   // kInvalidArgument naming the field.
@@ -122,6 +124,10 @@ struct UcxTransportOptions {
 // kFailedPrecondition, giving both sizes, when shm_path has less room than shm_bytes_min and the
 // transports include shared memory.
 absl::Status CheckSharedMemory(const UcxTransportOptions& options);
+
+// kFailedPrecondition naming net_path when it cannot be read: UCX then starts, but finds no way to
+// any peer ("Destination is unreachable").
+absl::Status CheckNetworkDevices(const UcxTransportOptions& options);
 
 // The UCX implementation. kUnavailable or kFailedPrecondition, naming what is missing, when UCX
 // cannot start: among others a /dev/shm too small for its shared-memory transport (the message

@@ -769,6 +769,7 @@ void UcxTransport::StopUcx() {
 
 absl::StatusOr<std::unique_ptr<Transport>> CreateUcxTransport(const UcxTransportOptions& options) {
   OKV_RETURN_IF_ERROR(options.Validate());
+  OKV_RETURN_IF_ERROR(CheckNetworkDevices(options));
   OKV_RETURN_IF_ERROR(CheckSharedMemory(options));
   auto transport = std::make_unique<ucx::UcxTransport>(options);
   OKV_RETURN_IF_ERROR(transport->Start());

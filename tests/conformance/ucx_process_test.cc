@@ -293,6 +293,14 @@ TEST(UcxTransportTest, ASharedMemoryFolderThatIsMissingFailsNamingIt) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("/nonexistent/shm"));
 }
 
+TEST(UcxTransportTest, WithoutNetworkDevicesCreationFailsNamingTheFolder) {
+  UcxTransportOptions options;
+  options.net_path = "/nonexistent/net";
+  const absl::Status status = CreateUcxTransport(options).status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("/nonexistent/net"));
+}
+
 TEST(UcxTransportTest, TransportsWithoutSharedMemoryNeedNoFolder) {
   UcxTransportOptions options;
   options.shm_path = "/nonexistent/shm";
