@@ -11,6 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "cmd/bench/nll.h"
+#ifdef OKV_HAVE_CUDA
+#include "cmd/bench/cuda_attend.h"
+#endif
 
 ABSL_FLAG(std::string, model, "", "nll: GGUF file of a Llama-family model");
 ABSL_FLAG(std::string, text, "", "nll: text file");
@@ -22,6 +25,17 @@ ABSL_FLAG(uint32_t, sink_tokens, 64, "nll: tokens at the beginning kept in BF16"
 ABSL_FLAG(uint32_t, recent_tokens, 256, "nll: last tokens kept in BF16");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core");
 ABSL_FLAG(uint64_t, seed, 1, "seed of the bootstrap");
+ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r4096,256r4096",
+          "attend: BATCHxCONTEXT, or BATCHrCONTEXT for lengths from 1 to CONTEXT, comma-separated");
+ABSL_FLAG(uint32_t, query_heads, 32, "attend: query heads");
+ABSL_FLAG(uint32_t, kv_heads, 8, "attend: KV heads");
+ABSL_FLAG(uint32_t, head_dim, 128, "attend: 64, 128 or 256");
+ABSL_FLAG(uint32_t, group_size, 128, "attend: channels of one scale, 32 to head_dim");
+ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
+ABSL_FLAG(uint32_t, rotation_heads, 1, "attend: rotations a layer, 1 or kv_heads");
+ABSL_FLAG(double, query_sigma, 1.0, "attend: deviation of the queries; 8 gives peaky scores");
+ABSL_FLAG(uint32_t, layers, 36, "attend: layers with data of their own, one CUDA graph");
+ABSL_FLAG(uint32_t, rounds, 9, "attend: timed rounds, the median counts");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -55,19 +69,60 @@ absl::Status Nll() {
   return absl::OkStatus();
 }
 
+#ifdef OKV_HAVE_CUDA
+template <class Options>
+absl::Status CudaBench(const Options& options,
+                       absl::StatusOr<CudaBenchReport> (*run)(const Options&)) {
+  absl::StatusOr<CudaBenchReport> report = run(options);
+  if (!report.ok()) return report.status();
+  std::printf("%s", report->ToTable().c_str());
+  if (absl::GetFlag(FLAGS_json)) std::printf("%s\n", report->ToJson().c_str());
+  return absl::OkStatus();
+}
+
+absl::Status AttendBench() {
+  return CudaBench<CudaAttendOptions>(
+      {.shapes = absl::GetFlag(FLAGS_shapes),
+       .query_heads = absl::GetFlag(FLAGS_query_heads),
+       .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+       .head_dim = absl::GetFlag(FLAGS_head_dim),
+       .group_size = absl::GetFlag(FLAGS_group_size),
+       .query_tokens = absl::GetFlag(FLAGS_query_tokens),
+       .rotation_heads = absl::GetFlag(FLAGS_rotation_heads),
+       .query_sigma = static_cast<float>(absl::GetFlag(FLAGS_query_sigma)),
+       .layers = absl::GetFlag(FLAGS_layers),
+       .rounds = absl::GetFlag(FLAGS_rounds),
+       .seed = absl::GetFlag(FLAGS_seed)},
+      RunCudaAttend);
+}
+#else
+absl::Status AttendBench() {
+  return absl::UnimplementedError("attend needs a GPU, and this okv-bench was built without CUDA");
+}
+#endif
+
+struct Command {
+  const char* name;
+  absl::Status (*run)();
+};
+constexpr Command kCommands[] = {{"nll", Nll}, {"attend", AttendBench}};
+
 }  // namespace
 }  // namespace okv
 
 int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage("okv-bench nll [flags]; --helpfull lists the flags");
+  absl::SetProgramUsageMessage("okv-bench nll|attend [flags]; --helpfull lists the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
-  const std::string command = words.size() == 2 ? words[1] : "";
-  if (command != "nll") {
-    std::fprintf(stderr, "okv-bench: error: one command is needed: nll\n");
-    return 2;
+  const std::string name = words.size() == 2 ? words[1] : "";
+  for (const okv::Command& command : okv::kCommands) {
+    if (name != command.name) continue;
+    const absl::Status status = command.run();
+    if (status.ok()) return 0;
+    std::fprintf(stderr, "okv-bench: error: %s\n", status.ToString().c_str());
+    return 1;
   }
-  const absl::Status status = okv::Nll();
-  if (status.ok()) return 0;
-  std::fprintf(stderr, "okv-bench: error: %s\n", status.ToString().c_str());
-  return 1;
+  std::string names;
+  for (const okv::Command& command : okv::kCommands) absl::StrAppend(&names, " ", command.name);
+  std::fprintf(stderr, "okv-bench: error: one command is needed:%s\n", names.c_str());
+  return 2;
 }

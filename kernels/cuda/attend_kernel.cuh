@@ -1,0 +1,453 @@
+#ifndef OKV_KERNELS_CUDA_ATTEND_KERNEL_CUH_
+#define OKV_KERNELS_CUDA_ATTEND_KERNEL_CUH_
+
+#include "kernels/cuda/attend_ring.cuh"
+#include "kernels/cuda/attend_warp.cuh"
+
+// The decode attention kernel. One thread block a multiprocessor, persistent over its pieces
+// (attend_plan.cuh). In a piece the warps are independent: units go round to them, each has its own
+// ring and its own sums; they meet at the piece's end. A pair cut over several blocks is merged by
+// the last of them to arrive.
+namespace okv::cuda {
+
+// Every thread copies 16 bytes of a pair's queries at a time; rows that do not exist are 0.
+template <class T>
+__device__ __forceinline__ void RequestQueries(const AttendKernelParams& params, const Piece& piece,
+                                               __nv_bfloat16 (&to)[T::kRows][T::kDim]) {
+  const DecodeShape& shape = params.decode.shape;
+  constexpr int kPerRow = T::kDim / 8;
+  for (int i = threadIdx.x; i < T::kRows * kPerRow; i += T::kThreads) {
+    const int local = i / kPerRow;
+    const int row = piece.row_begin + local;
+    __nv_bfloat16* destination = &to[local][i % kPerRow * 8];
+    if (row >= static_cast<int>(params.geometry.rows)) {
+      *reinterpret_cast<uint4*>(destination) = {0, 0, 0, 0};
+      continue;
+    }
+    const int group = params.query_group;
+    const int64_t token = static_cast<int64_t>(piece.request) * shape.query_tokens + row / group;
+    const int64_t head = static_cast<int64_t>(piece.kv_head) * group + row % group;
+    CopyAsync16(SharedAddress(destination),
+                params.decode.q + (token * shape.query_heads + head) * T::kDim + i % kPerRow * 8);
+  }
+}
+
+// Rows 4 pair .. 4 pair + 3 of each 16 rows of R, channels 16 tile + 2 row and the next one.
+template <class T>
+__device__ __forceinline__ void LoadRotation(const __nv_bfloat16* r, int tile,
+                                             uint32_t (&words)[T::kDim / 16][4]) {
+  const int row = threadIdx.x % 32 / 4;
+  const int pair = threadIdx.x % 4;
+#pragma unroll
+  for (int step = 0; step < T::kDim / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[step][i] = __ldg(reinterpret_cast<const uint32_t*>(
+          r + (16 * step + 4 * pair + i) * T::kDim + 16 * tile + 2 * row));
+    }
+  }
+}
+
+// Channels 16 tile .. 16 tile + 15 of q R: matrix R^T [16 channels x d] times q^T [d x rows].
+// Matrix rows 0 .. 7 are even channels, 8 .. 15 odd ones; the order of the terms is free.
+template <class T>
+__device__ __forceinline__ void RotateQueries(const uint32_t (&words)[T::kDim / 16][4], int tile,
+                                              const __nv_bfloat16 (&raw)[T::kRows][T::kDim],
+                                              Shared<T>* shared) {
+  const int row = threadIdx.x % 32 / 4;
+  const int pair = threadIdx.x % 4;
+#pragma unroll
+  for (int part = 0; part < T::kRowTiles; ++part) {
+    float d[4] = {};
+#pragma unroll
+    for (int step = 0; step < T::kDim / 16; ++step) {
+      const uint32_t(&w)[4] = words[step];
+      const uint32_t a[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
+                             __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632)};
+      uint2 b = {0, 0};
+      if (8 * part + row < T::kRows) {
+        b = *reinterpret_cast<const uint2*>(&raw[8 * part + row][16 * step + 4 * pair]);
+      }
+      MmaBf16(d, a, b.x, b.y);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int query = 8 * part + 2 * pair + i;
+      if (query >= T::kRows) continue;
+      const int channel = 16 * tile + 2 * row;
+      *reinterpret_cast<float2*>(&shared->query[query][channel]) = make_float2(d[i], d[2 + i]);
+      const uint32_t high = PackBf16(d[i], d[2 + i]);
+      *reinterpret_cast<uint32_t*>(&shared->query_parts[T::HighColumn(query)][channel]) = high;
+      *reinterpret_cast<uint32_t*>(&shared->query_parts[T::LowColumn(query)][channel]) =
+          PackBf16(d[i] - LowBf16(high), d[2 + i] - HighBf16(high));
+    }
+  }
+}
+
+// Rows 16 tile + row and + 8 of R_V, channels 8 pair .. 8 pair + 7 of each 32.
+template <class T>
+__device__ __forceinline__ void LoadOutputRotation(const __nv_bfloat16* r, int tile,
+                                                   uint4 (&words)[T::kDim / 32][2]) {
+  const int row = threadIdx.x % 32 / 4;
+  const int pair = threadIdx.x % 4;
+#pragma unroll
+  for (int step = 0; step < T::kDim / 32; ++step) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      words[step][i] = __ldg(reinterpret_cast<const uint4*>(
+          r + (16 * tile + row + 8 * i) * T::kDim + 32 * step + 8 * pair));
+    }
+  }
+}
+
+// Channels 16 tile .. of the piece's output: matrix R_V [16 x d] times o^T [d x rows], to memory.
+template <class T>
+__device__ __forceinline__ void RotateOutput(const AttendKernelParams& params, const Piece& piece,
+                                             const uint4 (&words)[T::kDim / 32][2], int tile,
+                                             const Shared<T>& shared) {
+  const int row = threadIdx.x % 32 / 4;
+  const int pair = threadIdx.x % 4;
+  const DecodeShape& shape = params.decode.shape;
+#pragma unroll
+  for (int part = 0; part < T::kRowTiles; ++part) {
+    float d[4] = {};
+#pragma unroll
+    for (int step = 0; step < T::kDim / 32; ++step) {
+      const uint4(&w)[2] = words[step];
+#pragma unroll
+      for (int i = 0; i < T::kParts; ++i) {
+        const uint4 b = *reinterpret_cast<const uint4*>(
+            &shared.output_parts[8 * (part * T::kParts + i) + row][32 * step + 8 * pair]);
+        const uint32_t first[4] = {w[0].x, w[1].x, w[0].y, w[1].y};
+        const uint32_t second[4] = {w[0].z, w[1].z, w[0].w, w[1].w};
+        MmaBf16(d, first, b.x, b.y);
+        MmaBf16(d, second, b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < (T::kLaneRows == 1 ? 1 : 2); ++i) {
+      const int local = T::kLaneRows == 1 ? pair : 8 * part + 2 * pair + i;
+      const int query = piece.row_begin + local;
+      if (query >= static_cast<int>(params.geometry.rows)) continue;
+      const int group = params.query_group;
+      const int64_t token =
+          static_cast<int64_t>(piece.request) * shape.query_tokens + query / group;
+      const int64_t head = static_cast<int64_t>(piece.kv_head) * group + query % group;
+      __nv_bfloat16* out =
+          params.decode.out + (token * shape.query_heads + head) * T::kDim + 16 * tile + row;
+      out[0] = __float2bfloat16(T::kLaneRows == 1 ? d[0] + d[1] : d[i]);
+      out[8] = __float2bfloat16(T::kLaneRows == 1 ? d[2] + d[3] : d[2 + i]);
+    }
+  }
+}
+
+// The result of a pair for one query row: maximum and sum so far. A thread has one row and every
+// kChannelStride-th channel, as far as there are so many.
+template <class T>
+struct RowResult {
+  static constexpr int kChannelStride = T::kThreads / T::kRows;
+  static constexpr int kChannels = (T::kDim + kChannelStride - 1) / kChannelStride;
+  float maximum;
+  float sum;
+  float output[kChannels];
+
+  __device__ __forceinline__ static int Row() { return threadIdx.x % T::kRows; }
+  __device__ __forceinline__ static int Channel(int i) {
+    return threadIdx.x / T::kRows + i * kChannelStride;
+  }
+  __device__ __forceinline__ static bool Has(int i) {
+    return T::kDim % kChannelStride == 0 || Channel(i) < T::kDim;
+  }
+
+  // Merges the first kParts parts in shared memory.
+  template <int kParts>
+  __device__ __forceinline__ void Merge(const Shared<T>& shared) {
+    const int row = Row();
+    maximum = kNothing;
+#pragma unroll
+    for (int w = 0; w < kParts; ++w) maximum = fmaxf(maximum, shared.maxima[w][row]);
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) output[i] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kParts; ++w) {
+      const float factor = Exp2(shared.maxima[w][row] - maximum);
+      sum = fmaf(factor, shared.sums[w][row], sum);
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        if (Has(i)) output[i] = fmaf(factor, shared.output[w][Channel(i)][row], output[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Store(const DecodeWorkspace& workspace, int slot) const {
+    const int row = Row();
+    float* outputs = workspace.partial_outputs + static_cast<int64_t>(slot) * T::kDim * T::kRows;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      if (Has(i)) __stcg(outputs + Channel(i) * T::kRows + row, output[i]);
+    }
+    if (threadIdx.x < T::kRows) {
+      __stcg(workspace.partial_sums + (2 * slot) * T::kRows + row, maximum);
+      __stcg(workspace.partial_sums + (2 * slot + 1) * T::kRows + row, sum);
+    }
+  }
+
+  // Adds the sink logit, divides, writes lse and what RotateOutput() reads.
+  __device__ __forceinline__ void Normalize(const AttendKernelParams& params, const Piece& piece,
+                                            Shared<T>* shared) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    const int row = Row();
+    const int query = piece.row_begin + row;
+    const bool exists = query < static_cast<int>(params.geometry.rows);
+    const int group = params.query_group;
+    const int head = piece.kv_head * group + query % group;
+    float factor = 1.0f;
+    if (params.decode.sink_logits != nullptr && exists) {
+      const float logit = params.decode.sink_logits[head] * kLog2E;
+      const float largest = fmaxf(maximum, logit);
+      factor = Exp2(maximum - largest);
+      sum = fmaf(sum, factor, Exp2(logit - largest));
+      maximum = largest;
+    }
+    if (params.decode.lse != nullptr && exists && threadIdx.x < T::kRows) {
+      const DecodeShape& shape = params.decode.shape;
+      const int64_t token =
+          static_cast<int64_t>(piece.request) * shape.query_tokens + query / group;
+      params.decode.lse[token * shape.query_heads + head] =
+          sum == 0.0f ? -INFINITY : (maximum + log2f(sum)) / kLog2E;
+    }
+    factor = sum == 0.0f ? 0.0f : __fdividef(factor, sum);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      if (!Has(i)) continue;
+      const float value = output[i] * factor;
+      const __nv_bfloat16 high = __float2bfloat16(value);
+      shared->output_parts[T::HighColumn(row)][Channel(i)] = high;
+      shared->output_parts[T::LowColumn(row)][Channel(i)] =
+          __float2bfloat16(value - __bfloat162float(high));
+    }
+  }
+};
+
+// Merges what the thread blocks [begin, end) stored, of which the first began the pair, into the
+// first kSplits parts in shared memory. A thread takes four rows of a channel; where there are more
+// threads than that, they share the blocks.
+template <class T>
+struct BlockMerge {
+  static constexpr int kQuads = T::kDim * T::kRows / 4;
+  static constexpr int kSplits = kQuads >= T::kThreads ? 1 : T::kThreads / kQuads;
+  static_assert(kQuads % T::kThreads == 0 || T::kThreads % kQuads == 0);
+  static_assert(kSplits <= T::kWarps);
+
+  __device__ __forceinline__ static void Run(const DecodeWorkspace& workspace, int begin, int end,
+                                             Shared<T>* shared) {
+#pragma unroll
+    for (int first = 0; first < kQuads; first += T::kThreads) {
+      const int index = first + threadIdx.x;
+      MergeQuad(workspace, begin, end, index % kQuads, index / kQuads % kSplits, shared);
+    }
+    __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ static float4 Load(const float* from) {
+    return __ldcg(reinterpret_cast<const float4*>(from));
+  }
+
+  __device__ __forceinline__ static void MergeQuad(const DecodeWorkspace& workspace, int begin,
+                                                   int end, int quad, int split,
+                                                   Shared<T>* shared) {
+    constexpr int kBatch = 9;  // Blocks whose loads are in flight
+    const int row = quad % (T::kRows / 4) * 4;
+    const int channel = quad / (T::kRows / 4);
+    float maximum[4];
+    float sum[4] = {};
+    float output[4] = {};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) maximum[r] = kNothing;
+    for (int first = begin + split; first < end; first += kBatch * kSplits) {
+      float4 maxima[kBatch];
+      float4 sums[kBatch];
+      float4 values[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int block = first + k * kSplits;
+        maxima[k] = make_float4(kNothing, kNothing, kNothing, kNothing);
+        sums[k] = values[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (block >= end) continue;
+        const int64_t slot = 2 * block + (block == begin ? 1 : 0);
+        maxima[k] = Load(workspace.partial_sums + 2 * slot * T::kRows + row);
+        sums[k] = Load(workspace.partial_sums + (2 * slot + 1) * T::kRows + row);
+        values[k] = Load(workspace.partial_outputs + (slot * T::kDim + channel) * T::kRows + row);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float largest = maximum[r];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) largest = fmaxf(largest, (&maxima[k].x)[r]);
+        const float old = Exp2(maximum[r] - largest);
+        maximum[r] = largest;
+        sum[r] *= old;
+        output[r] *= old;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const float factor = Exp2((&maxima[k].x)[r] - largest);
+          sum[r] = fmaf(factor, (&sums[k].x)[r], sum[r]);
+          output[r] = fmaf(factor, (&values[k].x)[r], output[r]);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      shared->output[split][channel][row + r] = output[r];
+      if (channel != 0) continue;
+      shared->maxima[split][row + r] = maximum[r];
+      shared->sums[split][row + r] = sum[r];
+    }
+  }
+};
+
+// Whether this block is the last of [begin, end) to store its part of the pair.
+template <class T>
+__device__ __forceinline__ bool ArriveLast(const AttendKernelParams& params, int pair, int parts,
+                                           Shared<T>* shared) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const uint32_t before = AtomicAddAcquireRelease(params.workspace.arrivals + pair, 1);
+    shared->last_arrival = before == static_cast<uint32_t>(parts - 1);
+    if (shared->last_arrival) params.workspace.arrivals[pair] = 0;
+  }
+  __syncthreads();
+  return shared->last_arrival != 0;
+}
+
+template <class T>
+__device__ __forceinline__ const __nv_bfloat16* RotationOf(const __nv_bfloat16* rotations,
+                                                           const AttendKernelParams& params,
+                                                           const Piece& piece) {
+  const int rotation = params.decode.rotation_heads == 1 ? 0 : piece.kv_head;
+  return rotations + static_cast<int64_t>(rotation) * T::kDim * T::kDim;
+}
+
+// A piece's end: all warps of the block, then all blocks of the pair.
+template <class T>
+__device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
+                                            const BlockPlan& block, const Piece& piece,
+                                            Shared<T>* shared) {
+  const int warp = threadIdx.x / 32;
+  const __nv_bfloat16* r_v = RotationOf<T>(params.decode.r_v, params, piece);
+  // Loaded early: its time passes in the merge.
+  uint4 words[T::kDim / 32][2];
+  if (warp < T::kChannelTiles) LoadOutputRotation<T>(r_v, warp, words);
+  __syncthreads();
+  RowResult<T> result;
+  result.template Merge<T::kWarps>(*shared);
+  const int begin = piece.pair == block.first_pair ? block.first_pair_begin : blockIdx.x;
+  const int end = piece.pair == block.first_pair  ? block.first_pair_end
+                  : piece.pair == block.last_pair ? block.last_pair_end
+                                                  : blockIdx.x + 1;
+  if (end - begin > 1) {
+    result.Store(params.workspace,
+                 2 * blockIdx.x + (begin == static_cast<int>(blockIdx.x) ? 1 : 0));
+    if (!ArriveLast<T>(params, piece.pair, end - begin, shared)) return;
+    BlockMerge<T>::Run(params.workspace, begin, end, shared);
+    result.template Merge<BlockMerge<T>::kSplits>(*shared);
+  }
+  result.Normalize(params, piece, shared);
+  __syncthreads();
+  for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
+    if (tile != warp) LoadOutputRotation<T>(r_v, tile, words);
+    RotateOutput<T>(params, piece, words, tile, *shared);
+  }
+}
+
+// Queries of a piece: rotated, into shared memory. `words` is the warp's part of R_K.
+template <class T>
+__device__ __forceinline__ void BeginPiece(const AttendKernelParams& params, const Piece& piece,
+                                           uint32_t (&words)[T::kDim / 16][4], int buffer,
+                                           Shared<T>* shared) {
+  const int warp = threadIdx.x / 32;
+  const __nv_bfloat16* r_k = RotationOf<T>(params.decode.r_k, params, piece);
+  CopyAsyncWaitAll();
+  __syncthreads();
+  for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
+    if (tile != warp) LoadRotation<T>(r_k, tile, words);
+    RotateQueries<T>(words, tile, shared->query_raw[buffer], shared);
+  }
+  __syncthreads();
+  for (int row = warp; row < T::kRows; row += T::kWarps) QuantizeQuery<T>(params, row, shared);
+  __syncthreads();
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    AttendKernel(const __grid_constant__ AttendKernelParams params) {
+  static_assert(T::kThreads % T::kRows == 0);
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  Shared<T>* shared = reinterpret_cast<Shared<T>*>(shared_bytes);
+  const int warp = threadIdx.x / 32;
+  if (!params.decode.early_history) WaitForKernelBefore();
+  const BlockPlan block = LoadBlockPlan(params.workspace.blocks + blockIdx.x);
+  if (block.first_pair > block.last_pair) return;
+  Ring<T> ring(params, block, shared);
+
+  // Rotation and queries before the ring: filling it queues some 5 us of memory time in front of
+  // any other load.
+  Piece piece = FirstPiece(block);
+  uint32_t words[T::kDim / 16][4];
+  if (warp < T::kChannelTiles) {
+    LoadRotation<T>(RotationOf<T>(params.decode.r_k, params, piece), warp, words);
+  }
+  if (threadIdx.x < T::kDim * T::kDim / 64) {
+    PrefetchToL2(RotationOf<T>(params.decode.r_v, params, piece) + 64 * threadIdx.x);
+  }
+  int requested = 0;
+  if (params.decode.early_history) {
+    for (; requested < (Ring<T>::kUnits + 1) / 2 && !ring.NextIsBf16(); ++requested) {
+      ring.Request();
+    }
+    WaitForKernelBefore();
+  }
+  RequestQueries<T>(params, piece, shared->query_raw[0]);
+  for (; requested < Ring<T>::kUnits; ++requested) ring.Request();
+  LetNextKernelStart();
+
+  int buffer = 0;
+  WarpSums<T> sums;
+  int first_unit = warp;  // of this warp in the piece
+  while (true) {
+    const bool more = piece.pair < block.last_pair;
+    BeginPiece<T>(params, piece, words, buffer, shared);
+    sums.Begin(params, piece, *shared);
+    if (more) {
+      Piece next = piece;
+      NextPiece(params, block, &next);
+      RequestQueries<T>(params, next, shared->query_raw[buffer ^ 1]);
+    }
+    int unit = piece.unit_begin + first_unit;
+    for (; unit < piece.unit_end; unit += T::kWarps) {
+      const UnitSlots<T> slots = ring.Wait();
+      if (unit < piece.Bf16Units()) {
+        sums.AddBf16(params, piece, unit, slots, *shared);
+      } else {
+        sums.AddInt2(params, piece, unit, slots);
+      }
+      __syncwarp();
+      ring.Request();
+    }
+    first_unit = unit - piece.unit_end;
+    sums.Finish(shared);
+    FinishPiece<T>(params, block, piece, shared);
+    if (!more) return;
+    NextPiece(params, block, &piece);
+    buffer ^= 1;
+    if (warp < T::kChannelTiles) {
+      LoadRotation<T>(RotationOf<T>(params.decode.r_k, params, piece), warp, words);
+    }
+  }
+}
+
+}  // namespace okv::cuda
+
+#endif  // OKV_KERNELS_CUDA_ATTEND_KERNEL_CUH_

@@ -1,0 +1,58 @@
+#ifndef OKV_KERNELS_CUDA_ATTEND_LAUNCH_CUH_
+#define OKV_KERNELS_CUDA_ATTEND_LAUNCH_CUH_
+
+#include "kernels/cuda/attend_kernel.cuh"
+
+namespace okv::cuda {
+
+template <class T>
+cudaError_t LaunchTile(const AttendKernelParams& params, cudaStream_t stream) {
+  const auto kernel = AttendKernel<T>;
+  const int units = RingUnitsOf<T>(
+      params.geometry.shared_bytes >= kSharedBytesSm90 ? kSharedBytesSm90 : kSharedBytesSm80);
+  const size_t shared_bytes =
+      sizeof(Shared<T>) + size_t{T::kWarps} * T::kPages * units * T::kSlotBytes;
+  const cudaError_t set = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               static_cast<int>(shared_bytes));
+  if (set != cudaSuccess) return set;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(params.geometry.blocks_count);
+  config.blockDim = dim3(T::kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <int kDim, int kGroups, int kLaneRows>
+cudaError_t LaunchOptions(const AttendKernelParams& params, cudaStream_t stream) {
+  const DecodeShape& shape = params.decode.shape;
+  if (shape.query_tokens == 1 && shape.sliding_window == 0 && params.cap_log2 == 0.0f) {
+    return LaunchTile<Tile<kDim, kGroups, kLaneRows, true>>(params, stream);
+  }
+  return LaunchTile<Tile<kDim, kGroups, kLaneRows, false>>(params, stream);
+}
+
+template <int kDim, int kGroups>
+cudaError_t LaunchRows(const AttendKernelParams& params, cudaStream_t stream) {
+  switch (params.geometry.group_rows) {
+    case 4:
+      return LaunchOptions<kDim, kGroups, 1>(params, stream);
+    case 8:
+      return LaunchOptions<kDim, kGroups, 2>(params, stream);
+    default:
+      if constexpr (kDim < 256) {
+        return LaunchOptions<kDim, kGroups, 4>(params, stream);
+      } else {
+        return cudaErrorInvalidValue;
+      }
+  }
+}
+
+}  // namespace okv::cuda
+
+#endif  // OKV_KERNELS_CUDA_ATTEND_LAUNCH_CUH_

@@ -1,0 +1,287 @@
+// The split of a decode step into equal pieces, one a thread block, computed on the device once a
+// step so that a captured graph follows the lengths.
+//
+// Every unit costs the same; a piece of a pair costs piece_cost units more (queries, merge). The
+// smallest capacity with which greedy filling needs no more blocks than there are is found by
+// trying 1,024 capacities at once; a trial is O(blocks + requests), because the pairs of one
+// request are alike.
+
+#include "kernels/cuda/attend_plan.cuh"
+#include "kernels/cuda/attend_tuning.h"
+#include "kernels/cuda/ptx.cuh"
+
+namespace okv::cuda {
+namespace {
+
+constexpr int kPlanThreads = 1024;
+constexpr int kBlocksMax = 1024;  // Thread blocks, more than any device has multiprocessors
+// What a piece costs beside its units, in units (measured: README.md). Between long pieces memory
+// goes on working, up to the depth of the rings; short ones wait for queries, merge and rotations.
+constexpr int kPieceCost = 20;
+constexpr int kLongPieceCost = 8;
+constexpr int kLongPieceUnits = 128;
+
+struct PlanParams {
+  DecodeShape shape;
+  DecodeGeometry geometry;
+  DecodeWorkspace workspace;
+  const int32_t* lengths;
+};
+
+struct Cut {
+  int32_t pair;
+  int32_t unit;
+};
+
+__device__ int DivideUp(int a, int b) { return (a + b - 1) / b; }
+
+__device__ RequestPlan PlanRequest(const DecodeShape& shape, const DecodeGeometry& geometry,
+                                   int length) {
+  constexpr int kTokens = kBlockTokens;
+  const int unit_tokens = 8 * geometry.page_blocks;
+  const int sinks = shape.sink_blocks;
+  RequestPlan plan = {};
+  plan.length = length;
+  if (length <= 0) return plan;
+  const int first_position = max(0, length - static_cast<int>(shape.query_tokens));
+  const int first_block = first_position / kTokens;
+  const int last_block = (length - 1) / kTokens;
+  const int window = shape.sliding_window;
+  const int visible = window == 0 ? 0 : max(0, first_position - window + 1);
+  const int sink_end = min(sinks * kTokens, length);
+  plan.sink_first_unit = visible / unit_tokens;
+  plan.sink_units = max(0, DivideUp(sink_end, unit_tokens) - plan.sink_first_unit);
+  const int recent_first_block = max(sinks, first_block - static_cast<int>(shape.recent_blocks));
+  plan.recent_first_token = max(recent_first_block * kTokens, visible / unit_tokens * unit_tokens);
+  plan.recent_units = max(0, DivideUp(length - plan.recent_first_token, unit_tokens));
+  plan.int2_first_block = max(sinks, visible / kTokens);
+  plan.int2_blocks =
+      max(0, last_block - static_cast<int>(shape.recent_blocks) - plan.int2_first_block);
+  plan.units = plan.sink_units + plan.recent_units +
+               DivideUp(plan.int2_blocks, static_cast<int>(geometry.page_blocks));
+  return plan;
+}
+
+// All in units.
+struct FillRule {
+  int capacity;  // of a block
+  int align;     // A pair is cut at multiples of it
+  int piece_cost;
+};
+
+// Fills blocks greedily. False when that takes more than the device has. With `cuts`, writes where
+// each block's piece begins; the entries behind the last one used are the end.
+__device__ bool Fill(const PlanParams& params, const int32_t* units, const FillRule& rule,
+                     Cut* cuts) {
+  const int blocks_count = params.geometry.blocks_count;
+  const int pairs_per_request = params.geometry.pairs_per_request;
+  int block = 0;
+  int room = rule.capacity;
+  int pair = 0;
+  if (cuts != nullptr) cuts[0] = {0, 0};
+  for (uint32_t request = 0; request < params.shape.batch; ++request) {
+    const int pair_units = units[request];
+    const int whole_cost = pair_units + rule.piece_cost;
+    int pairs_left = pairs_per_request;
+    while (pairs_left > 0) {
+      if (whole_cost <= room) {
+        const int whole = min(pairs_left, room / whole_cost);
+        room -= whole * whole_cost;
+        pairs_left -= whole;
+        pair += whole;
+        continue;
+      }
+      int left = pair_units;
+      do {
+        if (room < rule.piece_cost + min(rule.align, left)) {
+          if (++block == blocks_count) return false;
+          room = rule.capacity;
+          if (cuts != nullptr) cuts[block] = {pair, pair_units - left};
+        }
+        int take = room - rule.piece_cost;
+        take = take >= left ? left : take - take % rule.align;
+        room -= rule.piece_cost + take;
+        left -= take;
+      } while (left > 0);
+      --pairs_left;
+      ++pair;
+    }
+  }
+  if (cuts != nullptr) {
+    for (++block; block <= blocks_count; ++block) cuts[block] = {pair, 0};
+  }
+  return true;
+}
+
+// The blocks that share `pair`, of which block `inside` has a part.
+__device__ void SharedBy(const Cut* cuts, int blocks_count, int inside, int pair, int32_t* begin,
+                         int32_t* end) {
+  int first = inside;
+  while (first > 0 && cuts[first].pair == pair && cuts[first].unit > 0) --first;
+  int last = inside + 1;
+  while (last < blocks_count && cuts[last].pair == pair && cuts[last].unit > 0) ++last;
+  *begin = first;
+  *end = last;
+}
+
+__device__ BlockPlan MakeBlockPlan(const PlanParams& params, const int32_t* units, const Cut* cuts,
+                                   int block) {
+  const int blocks_count = params.geometry.blocks_count;
+  const Cut begin = cuts[block];
+  const Cut end = cuts[block + 1];
+  BlockPlan plan = {};
+  plan.first_pair = begin.pair;
+  plan.first_unit = begin.unit;
+  plan.last_pair = end.unit > 0 ? end.pair : end.pair - 1;
+  if (plan.first_pair > plan.last_pair) return plan;
+  const int per_request = params.geometry.pairs_per_request;
+  const int row_groups = params.geometry.row_groups;
+  plan.last_unit_end = end.unit > 0 ? end.unit : units[plan.last_pair / per_request];
+  plan.first_request = plan.first_pair / per_request;
+  const int inside = plan.first_pair % per_request;
+  plan.first_kv_head = inside / row_groups;
+  plan.first_row = inside % row_groups * static_cast<int>(params.geometry.group_rows);
+  plan.first_plan = PlanRequest(params.shape, params.geometry, params.lengths[plan.first_request]);
+  SharedBy(cuts, blocks_count, block, plan.first_pair, &plan.first_pair_begin,
+           &plan.first_pair_end);
+  int32_t ignored;
+  SharedBy(cuts, blocks_count, block, plan.last_pair, &ignored, &plan.last_pair_end);
+  return plan;
+}
+
+__global__ void __launch_bounds__(kPlanThreads) PlanKernel(const PlanParams params) {
+  __shared__ int32_t units[kBatchMax];
+  __shared__ Cut cuts[kBlocksMax + 1];
+  __shared__ int32_t total;
+  __shared__ int32_t best;
+  const int thread = threadIdx.x;
+  const int batch = params.shape.batch;
+  const int pairs_per_request = params.geometry.pairs_per_request;
+  const int blocks_count = params.geometry.blocks_count;
+  if (thread == 0) {
+    total = 0;
+    best = INT32_MAX;
+  }
+  WaitForKernelBefore();
+  __syncthreads();
+  int sum = 0;
+  for (int i = thread; i < batch; i += kPlanThreads) {
+    const RequestPlan plan = PlanRequest(params.shape, params.geometry, params.lengths[i]);
+    params.workspace.requests[i] = plan;
+    units[i] = plan.units;
+    sum += plan.units;
+  }
+  for (int i = thread; i < batch * pairs_per_request; i += kPlanThreads) {
+    params.workspace.arrivals[i] = 0;
+  }
+  atomicAdd(&total, sum);
+  __syncthreads();
+
+  const int64_t pairs = static_cast<int64_t>(batch) * pairs_per_request;
+  const int64_t all_units = static_cast<int64_t>(total) * pairs_per_request;
+  const bool long_pieces = min(all_units / pairs, all_units / blocks_count) >= kLongPieceUnits;
+  const int piece_cost = long_pieces ? kLongPieceCost : kPieceCost;
+  const int64_t pieces_cost = piece_cost * (pairs + blocks_count);
+  const int low = static_cast<int>(all_units / blocks_count) + piece_cost;
+  // Balance against cutting finely enough that the warps of a block have equal shares.
+  const int align = max(1, min(static_cast<int>(params.geometry.warps), (low - piece_cost) / 8));
+  const int high =
+      static_cast<int>((all_units + pieces_cost) / blocks_count) + piece_cost + 2 * align + 1;
+  const int capacity =
+      low + static_cast<int>(static_cast<int64_t>(high - low) * thread / (kPlanThreads - 1));
+  if (Fill(params, units, {capacity, align, piece_cost}, nullptr)) atomicMin(&best, capacity);
+  __syncthreads();
+  if (thread == 0) Fill(params, units, {best, align, piece_cost}, cuts);
+  __syncthreads();
+  for (int i = thread; i < blocks_count; i += kPlanThreads) {
+    params.workspace.blocks[i] = MakeBlockPlan(params, units, cuts, i);
+  }
+}
+
+uint32_t DivideUpHost(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+bool Supported(const DecodeShape& shape) {
+  if (shape.head_dim != 64 && shape.head_dim != 128 && shape.head_dim != 256) return false;
+  if (shape.group_size < 32 || shape.group_size > shape.head_dim) return false;
+  if ((shape.group_size & (shape.group_size - 1)) != 0) return false;
+  if (shape.batch == 0 || shape.batch > kBatchMax || shape.kv_heads == 0) return false;
+  if (shape.kv_heads > 4096 || shape.query_heads % shape.kv_heads != 0) return false;
+  const uint32_t group = shape.query_heads / shape.kv_heads;
+  if (group == 0 || group > kQueryGroupMax) return false;
+  if (shape.query_tokens == 0 || shape.query_tokens > kQueryTokensMax) return false;
+  const uint32_t spare = shape.query_tokens > 1 ? 2 : 1;
+  return shape.sink_blocks <= 1024 && shape.recent_blocks <= 1024 &&
+         shape.ring_blocks >= shape.recent_blocks + spare;
+}
+
+}  // namespace
+
+bool MakeDecodeGeometry(const DecodeShape& shape, DecodeGeometry* geometry) {
+  if (!Supported(shape)) return false;
+  int device = 0;
+  int multiprocessors = 0;
+  int shared_bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+      cudaSuccess) {
+    return false;
+  }
+  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+      cudaSuccess) {
+    return false;
+  }
+  if (multiprocessors > kBlocksMax) return false;
+  const uint32_t rows = shape.query_tokens * (shape.query_heads / shape.kv_heads);
+  geometry->rows = rows;
+  geometry->group_rows = rows <= 4 ? 4 : rows <= 8 || shape.head_dim == 256 ? 8 : 16;
+  const DecodeTuning tuning =
+      TuningOf(shape.head_dim, shape.head_dim / shape.group_size, geometry->group_rows);
+  geometry->row_groups = DivideUpHost(rows, geometry->group_rows);
+  geometry->pairs_per_request = shape.kv_heads * geometry->row_groups;
+  geometry->page_blocks = tuning.page_blocks;
+  geometry->blocks_count = static_cast<uint32_t>(multiprocessors);
+  geometry->warps = tuning.warps;
+  geometry->shared_bytes = static_cast<uint32_t>(shared_bytes);
+  return true;
+}
+
+DecodeWorkspace LayOutWorkspace(const DecodeShape& shape, const DecodeGeometry& geometry,
+                                void* base) {
+  DecodeWorkspace workspace = {};
+  const size_t blocks = geometry.blocks_count;
+  const size_t pairs = size_t{shape.batch} * geometry.pairs_per_request;
+  const size_t rows = geometry.group_rows;
+  size_t offset = 0;
+  const auto take = [&](size_t bytes) {
+    uint8_t* part = static_cast<uint8_t*>(base) + offset;
+    offset += (bytes + 255) / 256 * 256;
+    return static_cast<void*>(part);
+  };
+  workspace.blocks = static_cast<BlockPlan*>(take(blocks * sizeof(BlockPlan)));
+  workspace.requests = static_cast<RequestPlan*>(take(shape.batch * sizeof(RequestPlan)));
+  workspace.arrivals = static_cast<uint32_t*>(take(pairs * sizeof(uint32_t)));
+  workspace.partial_outputs =
+      static_cast<float*>(take(2 * blocks * shape.head_dim * rows * sizeof(float)));
+  workspace.partial_sums = static_cast<float*>(take(2 * blocks * 2 * rows * sizeof(float)));
+  workspace.bytes = offset;
+  return workspace;
+}
+
+size_t DecodeWorkspaceBytes(const DecodeShape& shape) {
+  DecodeGeometry geometry;
+  if (!MakeDecodeGeometry(shape, &geometry)) return 0;
+  return LayOutWorkspace(shape, geometry, nullptr).bytes;
+}
+
+cudaError_t PlanDecode(const DecodeShape& shape, const int32_t* lengths, void* workspace,
+                       cudaStream_t stream) {
+  PlanParams params = {};
+  params.shape = shape;
+  params.lengths = lengths;
+  if (!MakeDecodeGeometry(shape, &params.geometry)) return cudaErrorInvalidValue;
+  params.workspace = LayOutWorkspace(shape, params.geometry, workspace);
+  PlanKernel<<<1, kPlanThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace okv::cuda

@@ -1,0 +1,223 @@
+#ifndef OKV_KERNELS_CUDA_ATTEND_TILE_CUH_
+#define OKV_KERNELS_CUDA_ATTEND_TILE_CUH_
+
+#include <cstdint>
+
+#include "kernels/cuda/attend_launch.h"
+#include "kernels/cuda/attend_plan.cuh"
+#include "kernels/cuda/attend_tuning.h"
+#include "kernels/cuda/ptx.cuh"
+
+namespace okv::cuda {
+
+// The constants of one instantiation. A lane is 4 row + pair in the fragments of mma.sync; it holds
+// kLaneRows query rows of the pair's kRows = 4 kLaneRows: with 4 rows, a row's two bytes (of q, of
+// p) are two columns of one matrix; with 8 or 16, they are two matrices with a row a column.
+// Plain: one query token, no sliding window, no softcap. What the others need would, even unused,
+// split the main loop and take registers from it.
+template <int kDimT, int kGroupsT, int kLaneRowsT, bool kPlainT>
+struct Tile {
+  static constexpr bool kPlain = kPlainT;
+  static constexpr int kDim = kDimT;
+  static constexpr int kGroups = kGroupsT;  // Scales of a token's row
+  static constexpr int kLaneRows = kLaneRowsT;
+  static constexpr int kRows = 4 * kLaneRows;
+  static constexpr DecodeTuning kTuning = TuningOf(kDim, kGroups, kRows);
+  static constexpr int kWarps = kTuning.warps;
+  static constexpr int kThreads = 32 * kWarps;
+
+  // ---- Units
+  static constexpr int kPages = kTuning.page_blocks;  // of an INT2 unit
+  static constexpr int kTiles = 4 * kPages;           // of 16 tokens
+  static constexpr int kUnitTokens = 8 * kPages;      // of a BF16 unit
+  static constexpr int kRunBytes = 32 * kDim + 512 * kGroups;
+  static constexpr int kValueCodes = 16 * kDim;
+  static constexpr int kParameters = 32 * kDim;
+  // A row of a BF16 unit in shared memory: 16 bytes longer, so that the eight rows of a matrix are
+  // in different banks.
+  static constexpr int kRowBytes = 2 * kDim + 16;
+  // A slot of the ring holds a page; for a BF16 unit of 16 tokens the keys or the values, of 8
+  // tokens both.
+  static constexpr int kSlotBytes =
+      ((16 * kRowBytes > kRunBytes ? 16 * kRowBytes : kRunBytes) + 127) / 128 * 128;
+
+  // ---- Matrices
+  static constexpr int kRowTiles = kLaneRows == 1 ? 1 : kLaneRows / 2;  // of 8 columns
+  static constexpr int kParts = kLaneRows == 1 ? 1 : 2;                 // Matrices per row tile
+  static constexpr int kColumns = kRowTiles * kParts * 8;
+  static constexpr int kKeySteps = kDim / 32;
+  static constexpr int kGroupSteps = kKeySteps / kGroups;
+  static constexpr int kChannelTiles = kDim / 16;
+  static constexpr int kQueryStride = kDim + 4;  // of a row of fp32 queries, in elements
+  static constexpr int kHalfStride = kDim + 8;   // of a row of bf16 queries or outputs
+
+  static constexpr int kByteStride = kDim + 16;  // of a row of query bytes: [4 slots][kDim / 4]
+
+  // The row of a lane's a-th value: pair is lane % 4.
+  __device__ __forceinline__ static int RowOf(int a, int pair) {
+    return kLaneRows == 1 ? pair : 8 * (a >> 1) + 2 * pair + (a & 1);
+  }
+  // The column of the high and low part of a row in [kColumns] matrices.
+  __device__ __forceinline__ static int HighColumn(int row) {
+    return kLaneRows == 1 ? 2 * row : (row >> 3) * 16 + (row & 7);
+  }
+  __device__ __forceinline__ static int LowColumn(int row) {
+    return kLaneRows == 1 ? 2 * row + 1 : (row >> 3) * 16 + 8 + (row & 7);
+  }
+  // The first channel of channel tile i, the order of value codes in a run.
+  __device__ __forceinline__ static constexpr int ChannelOf(int i) {
+    return kDim / 4 * (i & 3) + 16 * (i >> 2);
+  }
+  // The group of channel tile i.
+  __device__ __forceinline__ static constexpr int GroupOf(int i) {
+    return ChannelOf(i) / (kDim / kGroups);
+  }
+  // One scale a row: codes are read with nested masks (attend_warp.cuh), 3 AND for 4 codes.
+  static constexpr bool kNested = kGroups == 1;
+  // The channel of byte y of word half b of a lane in key step s; its slot of 2 bits is SlotOf().
+  __device__ __forceinline__ static constexpr int KeyChannel(int s, int b) {
+    return kDim == 64 ? 16 * (2 * s + b)
+                      : kDim / 4 * (s / (kKeySteps / 4)) + 32 * (s % (kKeySteps / 4)) + 16 * b;
+  }
+  __device__ __forceinline__ static constexpr int KeySlot(int s, int b) {
+    return kDim == 64 ? 2 * s + b : s / (kKeySteps / 4);
+  }
+  // The other way: step and half of slot j of a lane's i-th word of bytes.
+  static constexpr int kKeyWords = kKeySteps * 2 / 4;
+  __device__ __forceinline__ static constexpr int StepOf(int j, int i) {
+    return kDim == 64 ? j / 2 : j * (kKeySteps / 4) + i / 2;
+  }
+  __device__ __forceinline__ static constexpr int HalfOf(int j, int i) {
+    return kDim == 64 ? j % 2 : i % 2;
+  }
+  // What leaves code j of a byte, times 4^j; nested: also the codes below it.
+  __device__ __forceinline__ static constexpr uint32_t CodeMask(int j) {
+    return kNested ? 0x01010101u * ((4u << (2 * j)) - 1) : 0x03030303u << (2 * j);
+  }
+};
+
+inline constexpr int kRingUnitsMax = 8;
+
+// Shared memory of a thread block; the warps' rings follow it: [kWarps][units][kPages][kSlotBytes].
+template <class T>
+struct alignas(128) Shared {
+  float output[T::kWarps][T::kDim][T::kRows];  // Each warp's sums of p v
+  float maxima[T::kWarps][T::kRows];
+  float sums[T::kWarps][T::kRows];
+  union {
+    alignas(16) float query[T::kRows][T::kQueryStride];  // Rotated; from a piece's begin on
+    // Normalized outputs, high and low part; at a piece's end
+    alignas(16) __nv_bfloat16 output_parts[T::kColumns][T::kHalfStride];
+  };
+  alignas(16) __nv_bfloat16 query_parts[T::kColumns][T::kHalfStride];  // High and low part of query
+  // Fixed point: coefficient of slot j of byte i, high or low byte (attend_warp.cuh)
+  alignas(16) uint8_t query_bytes[T::kColumns][T::kByteStride];
+  float query_sums[T::kRows][T::kGroups];  // 64 F times the sum of the rounded query
+  float query_unscale[T::kRows];           // 1 / (64 F)
+  alignas(16) __nv_bfloat16 query_raw[2][T::kRows][T::kDim];  // This piece's and the next one's
+  alignas(8) uint64_t arrived[T::kWarps][kRingUnitsMax];
+  int32_t last_arrival;
+
+  __device__ __forceinline__ uint8_t* Unit(int warp, int units, int index) {
+    return reinterpret_cast<uint8_t*>(this + 1) +
+           (warp * units + index) * (T::kPages * T::kSlotBytes);
+  }
+};
+
+// What a thread block may have: 227 KiB from sm_90 on, 163 KiB on sm_80.
+inline constexpr uint32_t kSharedBytesSm90 = 232448;
+inline constexpr uint32_t kSharedBytesSm80 = 166912;
+
+// Units of a warp's ring that fit into `shared_bytes`.
+template <class T>
+__host__ __device__ constexpr int RingUnitsOf(uint32_t shared_bytes) {
+  const int units = static_cast<int>((shared_bytes - sizeof(Shared<T>)) /
+                                     (T::kWarps * T::kPages * T::kSlotBytes));
+  return units < kRingUnitsMax ? units : kRingUnitsMax;
+}
+
+// The same in device code, of the architecture it is compiled for.
+template <class T>
+__device__ constexpr int RingUnits() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return RingUnitsOf<T>(kSharedBytesSm80);
+#else
+  return RingUnitsOf<T>(kSharedBytesSm90);
+#endif
+}
+
+// A unit in shared memory: INT2 pages; or keys and values of 16 tokens; or both of 8.
+template <class T>
+struct UnitSlots {
+  uint8_t* slot[T::kPages];
+
+  __device__ __forceinline__ const uint8_t* Values() const {
+    return T::kPages == 2 ? slot[T::kPages - 1] : slot[0] + T::kUnitTokens * T::kRowBytes;
+  }
+};
+
+// A piece of a pair: what a thread block works on between two merges.
+struct Piece {
+  int pair;
+  int request;
+  int kv_head;
+  int row_begin;
+  int unit_begin;
+  int unit_end;
+  RequestPlan plan;
+
+  __device__ __forceinline__ int Bf16Units() const { return plan.sink_units + plan.recent_units; }
+  // The first token of BF16 unit `unit`.
+  __device__ __forceinline__ int Bf16Token(int unit, int unit_tokens) const {
+    return unit < plan.sink_units
+               ? (plan.sink_first_unit + unit) * unit_tokens
+               : plan.recent_first_token + (unit - plan.sink_units) * unit_tokens;
+  }
+};
+
+__device__ __forceinline__ RequestPlan LoadRequestPlan(const RequestPlan* plan) {
+  const int4* words = reinterpret_cast<const int4*>(plan);
+  const int4 a = words[0];
+  const int4 b = words[1];
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+__device__ __forceinline__ BlockPlan LoadBlockPlan(const BlockPlan* plan) {
+  const int4* words = reinterpret_cast<const int4*>(plan);
+  const int4 a = words[0];
+  const int4 b = words[1];
+  const int4 c = words[2];
+  return {a.x, a.y, a.z, a.w, b.x,        b.y,
+          b.z, b.w, c.x, c.y, {c.z, c.w}, LoadRequestPlan(&plan->first_plan)};
+}
+
+__device__ __forceinline__ Piece FirstPiece(const BlockPlan& block) {
+  return {.pair = block.first_pair,
+          .request = block.first_request,
+          .kv_head = block.first_kv_head,
+          .row_begin = block.first_row,
+          .unit_begin = block.first_unit,
+          .unit_end =
+              block.first_pair == block.last_pair ? block.last_unit_end : block.first_plan.units,
+          .plan = block.first_plan};
+}
+
+// REQUIRES: piece->pair < block.last_pair
+__device__ __forceinline__ void NextPiece(const AttendKernelParams& params, const BlockPlan& block,
+                                          Piece* piece) {
+  ++piece->pair;
+  piece->row_begin += params.geometry.group_rows;
+  if (piece->row_begin >= static_cast<int>(params.geometry.rows)) {
+    piece->row_begin = 0;
+    if (++piece->kv_head == static_cast<int>(params.decode.shape.kv_heads)) {
+      piece->kv_head = 0;
+      ++piece->request;
+      piece->plan = LoadRequestPlan(params.workspace.requests + piece->request);
+    }
+  }
+  piece->unit_begin = 0;
+  piece->unit_end = piece->pair == block.last_pair ? block.last_unit_end : piece->plan.units;
+}
+
+}  // namespace okv::cuda
+
+#endif  // OKV_KERNELS_CUDA_ATTEND_TILE_CUH_
