@@ -330,6 +330,11 @@ __device__ __forceinline__ const __nv_bfloat16* RotationOf(const __nv_bfloat16* 
   return rotations + static_cast<int64_t>(rotation) * T::kDim * T::kDim;
 }
 
+template <class T>
+__device__ __forceinline__ void PrefetchRotation(const __nv_bfloat16* r) {
+  for (int i = 64 * threadIdx.x; i < T::kDim * T::kDim; i += 64 * T::kThreads) PrefetchToL2(r + i);
+}
+
 // A piece's end: all warps of the block, then all blocks of the pair.
 template <class T>
 __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
@@ -339,7 +344,9 @@ __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
   const __nv_bfloat16* r_v = RotationOf<T>(params.decode.r_v, params, piece);
   // Loaded early: its time passes in the merge.
   uint4 words[T::kDim / 32][2];
-  if (warp < T::kChannelTiles) LoadOutputRotation<T>(r_v, warp, words);
+  if (T::kPreloadsOutputRotation && warp < T::kChannelTiles) {
+    LoadOutputRotation<T>(r_v, warp, words);
+  }
   __syncthreads();
   RowResult<T> result;
   result.template Merge<T::kWarps>(*shared);
@@ -357,7 +364,7 @@ __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
   result.Normalize(params, piece, shared);
   __syncthreads();
   for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
-    if (tile != warp) LoadOutputRotation<T>(r_v, tile, words);
+    if (tile != warp || !T::kPreloadsOutputRotation) LoadOutputRotation<T>(r_v, tile, words);
     RotateOutput<T>(params, piece, words, tile, *shared);
   }
 }
@@ -371,13 +378,29 @@ __device__ __forceinline__ void BeginPiece(const AttendKernelParams& params, con
   const __nv_bfloat16* r_k = RotationOf<T>(params.decode.r_k, params, piece);
   CopyAsyncWaitAll();
   __syncthreads();
+#pragma unroll 1
   for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
-    if (tile != warp) LoadRotation<T>(r_k, tile, words);
+    if (tile != warp || !T::kPreloadsRotation) LoadRotation<T>(r_k, tile, words);
     RotateQueries<T>(words, tile, shared->query_raw[buffer], shared);
   }
   __syncthreads();
+#pragma unroll 1
   for (int row = warp; row < T::kRows; row += T::kWarps) QuantizeQuery<T>(params, row, shared);
   __syncthreads();
+}
+
+// The warp's part of R_K, early: with few rows in registers, otherwise as far as the L2.
+template <class T>
+__device__ __forceinline__ void PreloadRotation(const AttendKernelParams& params,
+                                                const Piece& piece,
+                                                uint32_t (&words)[T::kDim / 16][4]) {
+  const __nv_bfloat16* r_k = RotationOf<T>(params.decode.r_k, params, piece);
+  const int warp = threadIdx.x / 32;
+  if (!T::kPreloadsRotation) {
+    PrefetchRotation<T>(r_k);
+  } else if (warp < T::kChannelTiles) {
+    LoadRotation<T>(r_k, warp, words);
+  }
 }
 
 template <class T>
@@ -396,12 +419,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // any other load.
   Piece piece = FirstPiece(block);
   uint32_t words[T::kDim / 16][4];
-  if (warp < T::kChannelTiles) {
-    LoadRotation<T>(RotationOf<T>(params.decode.r_k, params, piece), warp, words);
-  }
-  if (threadIdx.x < T::kDim * T::kDim / 64) {
-    PrefetchToL2(RotationOf<T>(params.decode.r_v, params, piece) + 64 * threadIdx.x);
-  }
+  PreloadRotation<T>(params, piece, words);
+  PrefetchRotation<T>(RotationOf<T>(params.decode.r_v, params, piece));
   int requested = 0;
   if (params.decode.early_history) {
     for (; requested < (Ring<T>::kUnits + 1) / 2 && !ring.NextIsBf16(); ++requested) {
@@ -442,9 +461,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (!more) return;
     NextPiece(params, block, &piece);
     buffer ^= 1;
-    if (warp < T::kChannelTiles) {
-      LoadRotation<T>(RotationOf<T>(params.decode.r_k, params, piece), warp, words);
-    }
+    PreloadRotation<T>(params, piece, words);
   }
 }
 

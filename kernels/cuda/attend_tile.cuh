@@ -26,6 +26,10 @@ struct Tile {
   static constexpr int kWarps = kTuning.warps;
   static constexpr int kThreads = 32 * kWarps;
 
+  // Whether a warp's part of R_K, and of R_V, finds room in registers while other things go on.
+  static constexpr bool kPreloadsRotation = kDim * kLaneRows <= 128;
+  static constexpr bool kPreloadsOutputRotation = kDim * kLaneRows <= 256 && kDim <= 128;
+
   // ---- Units
   static constexpr int kPages = kTuning.page_blocks;  // of an INT2 unit
   static constexpr int kTiles = 4 * kPages;           // of 16 tokens
