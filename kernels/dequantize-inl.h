@@ -12,18 +12,16 @@
 #include <cstring>
 
 #include "hwy/highway.h"
+#include "kernels/int2_tiles-inl.h"
 #include "kernels/simd-inl.h"
+#include "proto/int2_layout.h"
 #include "proto/page_layout.h"
 
 #if OKV_TARGET_IS_SIMD
 HWY_BEFORE_NAMESPACE();
 namespace okv::HWY_NAMESPACE {
 
-// Codes at bits `shift` of each lane, as fp32.
-HWY_INLINE VF CodesAt(VU32 bytes, int shift) {
-  const VU32 codes = hn::And(hn::ShiftRightSame(bytes, shift), hn::Set(DU32(), 3));
-  return hn::ConvertTo(DF(), hn::BitCast(DI32(), codes));
-}
+// Codes at bits kShift of each lane, as fp32.
 template <int kShift>
 HWY_INLINE VF CodesAt(VU32 bytes) {
   const VU32 codes = hn::And(hn::ShiftRight<kShift>(bytes), hn::Set(DU32(), 3));
@@ -37,13 +35,6 @@ struct ScaleOffset {
   VF scale;
   VF offset;
 };
-// kLanes words. Like every load here it takes a little-endian machine, as all targets are.
-HWY_INLINE ScaleOffset LoadScaleOffsets(const uint8_t* words) {
-  const DU32 du;
-  const VU32 word = hn::LoadU(du, reinterpret_cast<const uint32_t*>(words));
-  return {.scale = hn::BitCast(DF(), hn::ShiftLeft<16>(word)),
-          .offset = hn::BitCast(DF(), hn::And(word, hn::Set(du, 0xffff0000u)))};
-}
 // One word in every lane.
 HWY_INLINE ScaleOffset BroadcastScaleOffset(const uint8_t* word) {
   const DU32 du;
@@ -57,49 +48,50 @@ HWY_INLINE VF Dequantize(const ScaleOffset& params, VF codes) {
   return hn::Add(params.offset, hn::Mul(params.scale, codes));
 }
 
-// K of an int2 run to kt [dim, 64] fp32: the run is channel-major already.
-inline void LoadKeysTransposedInt2(const PageLayout& layout, const uint8_t* run, float* kt) {
-  constexpr size_t kParts = 16 / kLanes;  // Vectors of 16 tokens.
-  for (uint32_t g = 0; g < layout.groups(); ++g) {
-    const uint8_t* const words = run + layout.k_params_offset() + size_t{g} * kBlockTokens * 4;
-    ScaleOffset params[4 * kParts];
-    for (size_t i = 0; i < 4 * kParts; ++i) params[i] = LoadScaleOffsets(words + i * kLanes * 4);
-    for (uint32_t c = g * layout.group_size; c < (g + 1) * layout.group_size; ++c) {
-#pragma GCC unroll 4
-      for (size_t part = 0; part < kParts; ++part) {
-        const VU32 bytes = LoadBytes(run + size_t{c} * 16 + part * kLanes);
-        const ScaleOffset* const tokens = params + part;
-        float* const out = kt + size_t{c} * kBlockTokens + part * kLanes;
-        hn::StoreU(Dequantize(tokens[0], CodesAt<0>(bytes)), DF(), out);
-        hn::StoreU(Dequantize(tokens[kParts], CodesAt<2>(bytes)), DF(), out + 16);
-        hn::StoreU(Dequantize(tokens[2 * kParts], CodesAt<4>(bytes)), DF(), out + 32);
-        hn::StoreU(Dequantize(tokens[3 * kParts], CodesAt<6>(bytes)), DF(), out + 48);
-      }
-    }
-  }
+HWY_INLINE void StoreValues(VF value, float* to) { hn::StoreU(value, DF(), to); }
+HWY_INLINE void StoreValues(VF value, uint16_t* to) {
+  // A run whose checksum held has no NaN; one that has keeps it, as FloatToBf16 does.
+  const VU32 quiet =
+      hn::Or(hn::ShiftRight<16>(hn::BitCast(DU32(), value)), hn::Set(DU32(), 0x0040));
+  const auto is_nan = hn::RebindMask(DU32(), hn::IsNaN(value));
+  StoreU16(hn::IfThenElse(is_nan, quiet, Bf16BitsOfFinite(value)), to);
 }
 
-// The first tokens_count V rows of an int2 run to v [tokens_count, dim] fp32.
-inline void LoadValuesInt2(const PageLayout& layout, const uint8_t* run, size_t tokens_count,
-                           float* v) {
-  const size_t dim = layout.head_dim;
-  const size_t quarter = dim / 4;
-  const int group_shift = std::countr_zero(layout.group_size);
-  for (size_t t = 0; t < tokens_count; ++t) {
-    const uint8_t* const codes = run + layout.v_codes_offset() + t * quarter;
-    const uint8_t* const words = run + layout.v_params_offset() + t * layout.groups() * 4;
-    // Lanes are at most 16 and groups at least 32: a vector lies in one group. Shifts and one load
-    // of codes for its four vectors, because a division per vector took half of the time.
-    for (size_t b = 0; b < quarter; b += kLanes) {
-      const VU32 bytes = LoadBytes(codes + b);
-      const auto params = [=](size_t c) HWY_ATTR {
-        return BroadcastScaleOffset(words + (c >> group_shift) * 4);
-      };
-      float* const out = v + t * dim + b;
-      hn::StoreU(Dequantize(params(b), CodesAt<0>(bytes)), DF(), out);
-      hn::StoreU(Dequantize(params(b + quarter), CodesAt<2>(bytes)), DF(), out + quarter);
-      hn::StoreU(Dequantize(params(b + 2 * quarter), CodesAt<4>(bytes)), DF(), out + 2 * quarter);
-      hn::StoreU(Dequantize(params(b + 3 * quarter), CodesAt<6>(bytes)), DF(), out + 3 * quarter);
+// One half of an int2 run.
+struct HalfRun {
+  const uint8_t* run;
+  uint32_t dim;
+  uint32_t group_size;
+  bool is_value;
+};
+// The first tokens_count rows to out [tokens_count, dim], fp32 or bf16.
+template <typename T>
+HWY_INLINE void DequantizeHalf(const HalfRun& half, size_t tokens_count, T* out) {
+  HWY_ALIGN uint8_t rows[size_t{kBlockTokens} * 256 / 4];
+  if (half.is_value) {
+    UnpackValueRows(half.run + int2::ValueCodesOffset(half.dim), half.dim, rows);
+  } else {
+    UnpackKeyRows(half.run + int2::KeyCodesOffset(), half.dim, rows);
+  }
+  const uint32_t quarter = half.dim / 4;
+  const int group_shift = std::countr_zero(half.group_size);
+  const uint32_t groups = half.dim >> group_shift;
+  for (uint32_t t = 0; t < tokens_count; ++t, out += half.dim) {
+    const auto params = [&](uint32_t c) HWY_ATTR {
+      const uint32_t group = c >> group_shift;
+      return BroadcastScaleOffset(half.run + (half.is_value
+                                                  ? int2::ValueParams(half.dim, groups, t, group)
+                                                  : int2::KeyParams(half.dim, groups, t, group)));
+    };
+    const auto store = [&](uint32_t c, VF codes)
+                           HWY_ATTR { StoreValues(Dequantize(params(c), codes), out + c); };
+    // Lanes are at most 16 and groups at least 32: a vector lies in one group.
+    for (uint32_t r = 0; r < quarter; r += kLanes) {
+      const VU32 bytes = LoadBytes(rows + t * quarter + r);
+      store(r, CodesAt<0>(bytes));
+      store(r + quarter, CodesAt<2>(bytes));
+      store(r + 2 * quarter, CodesAt<4>(bytes));
+      store(r + 3 * quarter, CodesAt<6>(bytes));
     }
   }
 }

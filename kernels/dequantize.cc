@@ -6,7 +6,7 @@
 #include "kernels/quantize.h"
 #include "kernels/simd_targets.h"
 #include "proto/check.h"
-#include "proto/page_layout.h"
+#include "proto/format.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/dequantize.cc"
@@ -21,72 +21,13 @@ namespace okv::HWY_NAMESPACE {
 #if OKV_TARGET_IS_SIMD
 namespace {
 
-HWY_INLINE void StoreValues(VF value, float* to) { hn::StoreU(value, DF(), to); }
-HWY_INLINE void StoreValues(VF value, uint16_t* to) {
-  // A run whose checksum held has no NaN; one that has keeps it, as FloatToBf16 does.
-  const VU32 quiet =
-      hn::Or(hn::ShiftRight<16>(hn::BitCast(DU32(), value)), hn::Set(DU32(), 0x0040));
-  const auto is_nan = hn::RebindMask(DU32(), hn::IsNaN(value));
-  StoreU16(hn::IfThenElse(is_nan, quiet, Bf16BitsOfFinite(value)), to);
-}
-
-// A row of packed codes, dim / 4 or dim bytes, at bits `shift`; kStep channels from byte 0 on.
-struct CodeRow {
-  const uint8_t* bytes;
-  int shift;
-  const uint8_t* words;  // The token's word of group 0.
-  size_t group_stride;
-  size_t group_size;
-  size_t channel;  // Of bytes[0].
-  size_t channels_count;
-};
-template <typename T>
-HWY_INLINE void DequantizeRow(const CodeRow& row, T* out) {
-  for (size_t b = 0; b < row.channels_count; b += kLanes) {
-    const size_t group = (row.channel + b) / row.group_size;
-    const ScaleOffset params = BroadcastScaleOffset(row.words + group * row.group_stride);
-    StoreValues(Dequantize(params, CodesAt(LoadBytes(row.bytes + b), row.shift)), out + b);
-  }
-}
-
-// Packed K codes [dim, 16] to [16, dim] bytes, whose rows are then dequantized as V's are.
-HWY_INLINE void TransposeKeyCodes(const uint8_t* codes, size_t dim, uint8_t* out) {
-  for (size_t c = 0; c < dim; c += 16) {
-    ByteTile tile;
-    for (size_t i = 0; i < 16; ++i) tile.rows[i] = hn::LoadU(D16x8(), codes + (c + i) * 16);
-    TransposeBytes(&tile);
-    for (size_t b = 0; b < 16; ++b) hn::StoreU(tile.rows[b], D16x8(), out + b * dim + c);
-  }
-}
-
 template <typename T>
 HWY_INLINE void DequantizeTokens(const DequantizeRunParams& params, T* k, T* v) {
-  const size_t dim = params.dim;
-  const size_t quarter = dim / 4;
-  const PageLayout layout{
-      .layers_count = 1, .kv_heads = 1, .head_dim = params.dim, .group_size = params.group_size};
-  HWY_ALIGN uint8_t key_codes[16 * 256];
-  TransposeKeyCodes(params.run, dim, key_codes);
-  for (size_t t = 0; t < kBlockTokens; ++t) {
-    DequantizeRow({.bytes = key_codes + t % 16 * dim,
-                   .shift = static_cast<int>(t / 16 * 2),
-                   .words = params.run + layout.k_params_offset() + t * 4,
-                   .group_stride = size_t{kBlockTokens} * 4,
-                   .group_size = params.group_size,
-                   .channel = 0,
-                   .channels_count = dim},
-                  k + t * dim);
-    for (size_t j = 0; j < 4; ++j) {
-      DequantizeRow({.bytes = params.run + layout.v_codes_offset() + t * quarter,
-                     .shift = static_cast<int>(2 * j),
-                     .words = params.run + layout.v_params_offset() + t * layout.groups() * 4,
-                     .group_stride = 4,
-                     .group_size = params.group_size,
-                     .channel = j * quarter,
-                     .channels_count = quarter},
-                    v + t * dim + j * quarter);
-    }
-  }
+  HalfRun half{
+      .run = params.run, .dim = params.dim, .group_size = params.group_size, .is_value = false};
+  DequantizeHalf(half, kBlockTokens, k);
+  half.is_value = true;
+  DequantizeHalf(half, kBlockTokens, v);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Rotated rows to int2 runs: per KV head and block reads 64 x 2 rows of bf16 (32 KiB at d 128),
-// writes one run (4.5 KiB). A row at a time, lanes = channels; K codes are transposed as packed
-// bytes.
+// writes one run (4.5 KiB). A row at a time, lanes = channels; packed rows are then shuffled into
+// the run's tiles.
 #include "kernels/quantize.h"
 
 #include <cmath>
@@ -11,12 +11,14 @@
 #include "kernels/simd_targets.h"
 #include "proto/bf16.h"
 #include "proto/check.h"
-#include "proto/page_layout.h"
+#include "proto/format.h"
+#include "proto/int2_layout.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/quantize.cc"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+#include "kernels/int2_tiles-inl.h"
 #include "kernels/simd-inl.h"
 
 #ifndef OKV_KERNELS_QUANTIZE_CC_ONCE_
@@ -33,11 +35,7 @@ struct QuantizeHalf {
   uint32_t dim;
   uint32_t group_size;
   uint32_t clip_rank;
-  uint8_t* codes;         // The half's codes in the run.
-  uint8_t* group_params;  // The half's words in the run.
-  // Bytes from one token's word to the next, and from one group's to the next.
-  size_t token_stride;
-  size_t group_stride;
+  uint8_t* run;
   bool is_value;
 };
 
@@ -144,41 +142,32 @@ HWY_INLINE bool QuantizeRow(const QuantizeHalf& half, uint32_t token, uint8_t* c
   Row row;
   if (!SanitizeRow(half.rows + token * half.row_stride, half.dim, &row)) return false;
   if (half.clip_rank != 0) ClipRow(half.dim, half.clip_rank, &row);
-  uint8_t* word = half.group_params + token * half.token_stride;
-  for (uint32_t c = 0; c < half.dim; c += half.group_size, word += half.group_stride) {
+  const uint32_t groups = half.dim / half.group_size;
+  for (uint32_t g = 0; g < groups; ++g) {
+    const uint32_t c = g * half.group_size;
+    const uint32_t word = half.is_value ? int2::ValueParams(half.dim, groups, token, g)
+                                        : int2::KeyParams(half.dim, groups, token, g);
     const uint16_t* const y = reinterpret_cast<const uint16_t*>(row.y + c);
-    if (!QuantizeGroup(y, half.group_size, codes + c, word)) return false;
+    if (!QuantizeGroup(y, half.group_size, codes + c, half.run + word)) return false;
   }
   return true;
 }
 
-// Four vectors of codes to one of bytes: the j-th in bits 2j, 2j + 1.
-struct CodeBytes {
-  const uint8_t* codes;
-  size_t stride;  // From the codes of bits 2j to those of bits 2j + 2.
-};
-HWY_INLINE hn::Vec<D16x8> PackCodes(const CodeBytes& from) {
+// A row of codes [dim], one a byte, to packed bytes [dim / 4]: bits 2j, 2j + 1 of byte r hold the
+// code of channel r + j dim / 4.
+HWY_INLINE void PackRow(const uint8_t* codes, size_t dim, uint8_t* out) {
   const D16x8 d;
-  const auto c0 = hn::LoadU(d, from.codes);
-  const auto c1 = hn::LoadU(d, from.codes + from.stride);
-  const auto c2 = hn::LoadU(d, from.codes + 2 * from.stride);
-  const auto c3 = hn::LoadU(d, from.codes + 3 * from.stride);
-  // Codes are at most 3: added to itself a byte shifts left without touching its neighbor.
-  const auto low = hn::Add(c0, hn::Add(hn::Add(c1, c1), hn::Add(c1, c1)));
-  auto high = hn::Add(c2, hn::Add(hn::Add(c3, c3), hn::Add(c3, c3)));
-  for (int i = 0; i < 4; ++i) high = hn::Add(high, high);
-  return hn::Or(low, high);
-}
-
-// codes [64, dim] to [dim, 16] bytes: bits 2j of byte (c, b) = token b + 16 j.
-HWY_INLINE void PackKeyCodes(const uint8_t* codes, uint32_t dim, uint8_t* out) {
-  for (size_t c = 0; c < dim; c += 16) {
-    ByteTile tile;
-    for (size_t b = 0; b < 16; ++b) {
-      tile.rows[b] = PackCodes({.codes = codes + b * dim + c, .stride = size_t{16} * dim});
-    }
-    TransposeBytes(&tile);
-    for (size_t i = 0; i < 16; ++i) hn::StoreU(tile.rows[i], D16x8(), out + (c + i) * 16);
+  const size_t quarter = dim / 4;
+  for (size_t r = 0; r < quarter; r += 16) {
+    const auto c0 = hn::LoadU(d, codes + r);
+    const auto c1 = hn::LoadU(d, codes + r + quarter);
+    const auto c2 = hn::LoadU(d, codes + r + 2 * quarter);
+    const auto c3 = hn::LoadU(d, codes + r + 3 * quarter);
+    // Codes are at most 3: added to itself a byte shifts left without touching its neighbor.
+    const auto low = hn::Add(c0, hn::Add(hn::Add(c1, c1), hn::Add(c1, c1)));
+    auto high = hn::Add(c2, hn::Add(hn::Add(c3, c3), hn::Add(c3, c3)));
+    for (int i = 0; i < 4; ++i) high = hn::Add(high, high);
+    hn::StoreU(hn::Or(low, high), d, out + r);
   }
 }
 
@@ -186,18 +175,17 @@ HWY_INLINE void PackKeyCodes(const uint8_t* codes, uint32_t dim, uint8_t* out) {
 
 // Quantizes 64 rows. Returns the first token whose row has no int2 form, or 64.
 uint32_t QuantizeHalfTarget(const QuantizeHalf& half) {
-  HWY_ALIGN uint8_t codes[size_t{kBlockTokens} * kDimMax];
-  const uint32_t quarter = half.dim / 4;
+  HWY_ALIGN uint8_t codes[kDimMax];
+  HWY_ALIGN uint8_t rows[size_t{kBlockTokens} * kDimMax / 4];
   for (uint32_t t = 0; t < kBlockTokens; ++t) {
-    uint8_t* const row = codes + (half.is_value ? 0 : size_t{t} * half.dim);
-    if (!QuantizeRow(half, t, row)) return t;
-    if (!half.is_value) continue;
-    for (uint32_t b = 0; b < quarter; b += 16) {
-      hn::StoreU(PackCodes({.codes = row + b, .stride = quarter}), D16x8(),
-                 half.codes + size_t{t} * quarter + b);
-    }
+    if (!QuantizeRow(half, t, codes)) return t;
+    PackRow(codes, half.dim, rows + size_t{t} * half.dim / 4);
   }
-  if (!half.is_value) PackKeyCodes(codes, half.dim, half.codes);
+  if (half.is_value) {
+    PackValueRows(rows, half.dim, half.run + int2::ValueCodesOffset(half.dim));
+  } else {
+    PackKeyRows(rows, half.dim, half.run + int2::KeyCodesOffset());
+  }
   return kBlockTokens;
 }
 
@@ -221,9 +209,6 @@ absl::Status QuantizeRun(const QuantizeRunParams& params, uint8_t* run, BadRow* 
   OKV_CHECK(params.group_size >= 32 && params.group_size <= params.dim &&
             params.dim % params.group_size == 0);
   OKV_CHECK(params.clip_rank_k < params.dim && params.clip_rank_v < params.dim);
-  const PageLayout layout{
-      .layers_count = 1, .kv_heads = 1, .head_dim = params.dim, .group_size = params.group_size};
-  const size_t groups = layout.groups();
   for (const bool is_value : {false, true}) {
     const uint32_t token = HWY_DYNAMIC_DISPATCH(QuantizeHalfTarget)(
         {.rows = is_value ? params.v : params.k,
@@ -231,10 +216,7 @@ absl::Status QuantizeRun(const QuantizeRunParams& params, uint8_t* run, BadRow* 
          .dim = params.dim,
          .group_size = params.group_size,
          .clip_rank = is_value ? params.clip_rank_v : params.clip_rank_k,
-         .codes = run + (is_value ? layout.v_codes_offset() : layout.k_codes_offset()),
-         .group_params = run + (is_value ? layout.v_params_offset() : layout.k_params_offset()),
-         .token_stride = is_value ? groups * 4 : 4,
-         .group_stride = is_value ? 4 : size_t{kBlockTokens} * 4,
+         .run = run,
          .is_value = is_value});
     if (token == UINT32_MAX) return reference::QuantizeRun(params, run, bad);
     if (token < kBlockTokens) {

@@ -147,25 +147,6 @@ inline void LoadRotation(const RotationLoad& p, float* out) {
   }
 }
 
-// Transposes 16 x 16 bytes in registers: four perfect shuffles.
-using D16x8 = hn::FixedTag<uint8_t, 16>;
-struct ByteTile {
-  hn::Vec<D16x8> rows[16];
-};
-HWY_INLINE void TransposeBytes(ByteTile* tile) {
-  const D16x8 d;
-#pragma GCC unroll 4
-  for (int round = 0; round < 4; ++round) {
-    ByteTile next;
-#pragma GCC unroll 8
-    for (size_t i = 0; i < 8; ++i) {
-      next.rows[2 * i] = hn::InterleaveLower(d, tile->rows[i], tile->rows[i + 8]);
-      next.rows[2 * i + 1] = hn::InterleaveUpper(d, tile->rows[i], tile->rows[i + 8]);
-    }
-    *tile = next;
-  }
-}
-
 }  // namespace okv::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 #endif  // OKV_TARGET_IS_SIMD

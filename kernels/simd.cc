@@ -35,14 +35,31 @@ void SetSimdTargetForTest(int64_t target) {
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
-float* ThreadScratch(size_t floats_count) {
-  thread_local hwy::AlignedFreeUniquePtr<float[]> scratch;
-  thread_local size_t scratch_floats = 0;
-  if (scratch_floats < floats_count) {
-    scratch = hwy::AllocateAligned<float>(floats_count);
-    scratch_floats = floats_count;
+namespace {
+
+struct Scratch {
+  hwy::AlignedFreeUniquePtr<float[]> floats;
+  size_t floats_count = 0;
+
+  float* AtLeast(size_t count) {
+    if (floats_count < count) {
+      floats = hwy::AllocateAligned<float>(count);
+      floats_count = count;
+    }
+    return floats.get();
   }
-  return scratch.get();
+};
+
+}  // namespace
+
+float* ThreadScratch(size_t floats_count) {
+  thread_local Scratch scratch;
+  return scratch.AtLeast(floats_count);
+}
+
+float* CallScratch(size_t floats_count) {
+  thread_local Scratch scratch;
+  return scratch.AtLeast(floats_count);
 }
 
 }  // namespace okv

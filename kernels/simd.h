@@ -22,6 +22,8 @@ void SetSimdTargetForTest(int64_t target);
 // unspecified. It belongs to the innermost kernel: a kernel that holds it calls no other that asks
 // for it.
 float* ThreadScratch(size_t floats_count);
+// The same, but another area: what the tasks of one call share belongs to the thread that made it.
+float* CallScratch(size_t floats_count);
 
 }  // namespace okv
 

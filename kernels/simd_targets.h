@@ -8,6 +8,9 @@
   (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_PPC8 | \
    HWY_WASM | HWY_WASM_EMU256)
 
+// AVX-512 with VNNI, which 1.0 leaves out unless asked: int8 products for attention.
+#define HWY_WANT_AVX3_DL
+
 // Inside a foreach_target file: whether this target has vectors, or calls the scalar twins.
 #define OKV_TARGET_IS_SIMD (HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128)
 

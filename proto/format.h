@@ -14,7 +14,7 @@
 namespace okv {
 
 inline constexpr uint32_t kBlockTokens = 64;
-inline constexpr uint32_t kPageLayoutVersion = 0;
+inline constexpr uint32_t kPageLayoutVersion = 1;
 // Limits that everything below may rely on.
 inline constexpr uint32_t kLayersMax = 512;
 inline constexpr uint32_t kKvHeadsMax = 256;
@@ -28,7 +28,7 @@ struct Format {
   std::string weights_revision;     // Whatever names the weights' bytes: a commit, a SHA-256.
   std::vector<uint32_t> layer_ids;  // Global ids of the layers with a KV cache, ascending.
   uint32_t kv_heads = 0;
-  uint32_t head_dim_k = 0;  // 64, 128 or 256; head_dim_v equals it in layout version 0.
+  uint32_t head_dim_k = 0;  // 64, 128 or 256; head_dim_v equals it in layout version 1.
   uint32_t head_dim_v = 0;
   double rope_theta = 0;
   std::string rope_scaling;  // "" = none; otherwise the engine's canonical description.

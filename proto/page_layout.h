@@ -6,17 +6,15 @@
 
 #include "proto/format.h"
 #include "proto/ids.h"
+#include "proto/int2_layout.h"
 
 namespace okv {
 
 // Where bytes are inside a block, for one format. A block is its pages, layer-major, contiguous; a
 // page is one run per KV head; page_layout.md documents every byte. A plain value.
 //
-// int2 run, layout version 0 (d = head_dim, g = group_size, G = d / g groups, 64 tokens):
-//   K codes   [d][16]      byte (ch, b): bits 2j..2j+1 = code of token b + 16 j, j = 0..3
-//   V codes   [64][d / 4]  byte (t, b):  bits 2j..2j+1 = code of channel b + j d / 4, j = 0..3
-//   K params  [G][64]      word: low half scale (bf16), high half offset (bf16), little endian
-//   V params  [64][G]      word, the same
+// int2 run, layout version 1 (d = head_dim, g = group_size, G = d / g groups, 64 tokens): K codes,
+// V codes, parameter words, in the order of int2_layout.h.
 // bf16 run: K rows [64][d] bf16, then V rows [64][d] bf16.
 // K and V are rotated (R_K, R_V) in both codecs.
 struct PageLayout {
@@ -36,16 +34,15 @@ struct PageLayout {
   uint32_t groups() const { return head_dim / group_size; }
 
   // Offsets inside an int2 run.
-  size_t k_codes_offset() const { return 0; }
-  size_t v_codes_offset() const { return size_t{kBlockTokens} * head_dim / 4; }
-  size_t k_params_offset() const { return size_t{kBlockTokens} * head_dim / 2; }
-  size_t v_params_offset() const { return k_params_offset() + size_t{kBlockTokens} * groups() * 4; }
+  size_t k_codes_offset() const { return int2::KeyCodesOffset(); }
+  size_t v_codes_offset() const { return int2::ValueCodesOffset(head_dim); }
+  size_t params_offset() const { return int2::ParamsOffset(head_dim); }
   // Offset of the V rows inside a bf16 run.
   size_t bf16_v_offset() const { return size_t{kBlockTokens} * head_dim * 2; }
 
   // Bytes of one KV head's share of a page: 2,560 at d 64, g 64; 4,608 at d 128, g 128.
   size_t run_bytes(Codec codec) const {
-    return codec == Codec::kInt2 ? v_params_offset() + size_t{kBlockTokens} * groups() * 4
+    return codec == Codec::kInt2 ? size_t{int2::RunBytes(head_dim, groups())}
                                  : size_t{kBlockTokens} * head_dim * 4;
   }
   size_t page_bytes(Codec codec) const { return run_bytes(codec) * kv_heads; }

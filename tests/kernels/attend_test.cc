@@ -156,10 +156,14 @@ TEST(AttendTest, HasTheBitsOfTheScalarTwinAtEveryKindOfLength) {
   }
 }
 
+// In int2 blocks queries and probabilities are 16-bit fixed point: 2^-15 of a query's largest
+// element is an error of about 1e-4 of a result, more where scores are large.
+constexpr double kInt2Error = 3e-4;
+
 TEST(AttendTest, AgreesWithFloat64AtEveryLength) {
   for (const uint32_t tokens : {1u, 63u, 64u, 65u, 319u, 320u, 321u, 1000u}) {
     const Layer layer({}, tokens, tokens);
-    EXPECT_LT(WorstError(layer, 1, layer.last_tokens()), 5e-6) << tokens << " tokens";
+    EXPECT_LT(WorstError(layer, 1, layer.last_tokens()), kInt2Error) << tokens << " tokens";
   }
 }
 
@@ -172,19 +176,18 @@ TEST(AttendTest, AgreesWithFloat64ForEveryHeadDim) {
                          .group_size = 32,
                          .rotation_heads = rotation_heads},
                         64 * 8 + 1, dim);
-      EXPECT_LT(WorstError(layer, 5, 30), 1e-5) << dim;
+      EXPECT_LT(WorstError(layer, 5, 30), kInt2Error) << dim;
     }
   }
 }
 
 TEST(AttendTest, AgreesWithFloat64WhenScoresArePeaky) {
-  // Queries 40 times as large: scores of +-100 or more, a softmax of nearly one token. An error of
-  // 2^-24 of a score is then 1e-5 of its probability.
+  // Queries 40 times as large: scores of +-100 or more, a softmax of nearly one token.
   const Layer layer({}, 700, 5, 40.0f);
-  EXPECT_LT(WorstError(layer, 3, layer.last_tokens()), 1e-4);
+  EXPECT_LT(WorstError(layer, 3, layer.last_tokens()), 1e-3);
   // And flat ones: queries of nearly nothing.
   const Layer flat({}, 700, 5, 1e-4f);
-  EXPECT_LT(WorstError(flat, 3, flat.last_tokens()), 5e-6);
+  EXPECT_LT(WorstError(flat, 3, flat.last_tokens()), kInt2Error);
 }
 
 TEST(AttendTest, AnInt2BlockMayBeTheLast) {
@@ -193,7 +196,7 @@ TEST(AttendTest, AnInt2BlockMayBeTheLast) {
   layer.AddPage(Codec::kInt2, &lcg);
   layer.AddPage(Codec::kInt2, &lcg);
   const std::vector<float> expected = RunReference(layer, 0, 7, 20);
-  EXPECT_LT(WorstError(layer, 7, 20), 5e-6);
+  EXPECT_LT(WorstError(layer, 7, 20), kInt2Error);
   layer.PoisonLastPage(26);
   OnEveryTarget([&] { EXPECT_TRUE(SameBits(RunAttend(layer, 0, 7, 20), expected)); });
 }

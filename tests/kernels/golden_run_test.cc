@@ -59,7 +59,7 @@ std::vector<uint8_t> GoldenRun(const GoldenCase& c) {
 TEST(GoldenRunTest, Int2RunsHaveTheBytesOfTheGoldenFilesOnEveryTarget) {
   for (const GoldenCase& c : kCases) {
     const std::string what = absl::StrCat(
-        "int2 run, layout version 0: d ", c.dim, ", g ", c.group_size, ", clip ranks K ",
+        "int2 run, layout version 1: d ", c.dim, ", g ", c.group_size, ", clip ranks K ",
         c.clip_rank_k, ", V ", c.clip_rank_v, "; rows: tests/kernels/golden_run_test.cc");
     OnEveryTarget([&] {
       const std::vector<uint8_t> run = GoldenRun(c);

@@ -105,10 +105,11 @@ TEST(QuantizeRunTest, RoundsHalfToEven) {
     EXPECT_EQ(ValueWord(run.data(), layout, 5, 0).scale, kOne);
     EXPECT_EQ(ValueWord(run.data(), layout, 5, 0).offset, FloatToBf16(-3.0f));
     for (uint32_t i = 0; i < 5; ++i) {
-      EXPECT_EQ(KeyCode(run.data(), 5, i), codes[i]) << levels[i];
+      EXPECT_EQ(KeyCode(run.data(), 64, 5, i), codes[i]) << levels[i];
       EXPECT_EQ(ValueCode(run.data(), 64, 5, i), codes[i]) << levels[i];
     }
-    for (uint32_t i = 5; i < 8; ++i) EXPECT_EQ(KeyCode(run.data(), 5, i), codes[i]) << levels[i];
+    for (uint32_t i = 5; i < 8; ++i)
+      EXPECT_EQ(KeyCode(run.data(), 64, 5, i), codes[i]) << levels[i];
   });
 }
 
@@ -140,7 +141,7 @@ TEST(QuantizeRunTest, ARangeBelowThreeSmallestNormalsGivesScaleZero) {
     const PageLayout layout = OneRun(64, 64);
     EXPECT_EQ(KeyWord(run.data(), layout, 2, 0).scale, 0);
     EXPECT_EQ(KeyWord(run.data(), layout, 2, 0).offset, 0x0080);
-    EXPECT_EQ(KeyCode(run.data(), 2, 1), 0u);
+    EXPECT_EQ(KeyCode(run.data(), 64, 2, 1), 0u);
     EXPECT_EQ(ValueWord(run.data(), layout, 2, 0).scale, 0x0080);
     EXPECT_EQ(ValueCode(run.data(), 64, 2, 1), 3u);
   });

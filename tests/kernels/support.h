@@ -65,12 +65,14 @@ inline PageLayout OneRun(uint32_t dim, uint32_t group_size) {
   return {.layers_count = 1, .kv_heads = 1, .head_dim = dim, .group_size = group_size};
 }
 
-// Fields of an int2 run, read by the formulas of page_layout.h.
-inline uint32_t KeyCode(const uint8_t* run, uint32_t t, uint32_t c) {
-  return run[c * 16 + t % 16] >> (2 * (t / 16)) & 3;
+// Fields of an int2 run, found by int2_layout.h.
+inline uint32_t KeyCode(const uint8_t* run, uint32_t dim, uint32_t t, uint32_t c) {
+  const int2::CodePosition at = int2::KeyCode(dim, t, c);
+  return run[at.byte] >> at.shift & 3;
 }
 inline uint32_t ValueCode(const uint8_t* run, uint32_t dim, uint32_t t, uint32_t c) {
-  return run[16 * dim + t * (dim / 4) + c % (dim / 4)] >> (2 * (c / (dim / 4))) & 3;
+  const int2::CodePosition at = int2::ValueCode(dim, t, c);
+  return run[at.byte] >> at.shift & 3;
 }
 struct Word {
   uint16_t scale;
@@ -81,10 +83,10 @@ inline Word WordAt(const uint8_t* at) {
           .offset = static_cast<uint16_t>(at[2] | at[3] << 8)};
 }
 inline Word KeyWord(const uint8_t* run, const PageLayout& layout, uint32_t t, uint32_t g) {
-  return WordAt(run + layout.k_params_offset() + (g * 64 + t) * 4);
+  return WordAt(run + int2::KeyParams(layout.head_dim, layout.groups(), t, g));
 }
 inline Word ValueWord(const uint8_t* run, const PageLayout& layout, uint32_t t, uint32_t g) {
-  return WordAt(run + layout.v_params_offset() + (t * layout.groups() + g) * 4);
+  return WordAt(run + int2::ValueParams(layout.head_dim, layout.groups(), t, g));
 }
 
 struct LayerShape {
@@ -159,8 +161,8 @@ class Layer {
           continue;
         }
         for (uint32_t g = 0; g < layout_.groups(); ++g) {
-          std::memset(run + layout_.k_params_offset() + (g * 64 + t) * 4, 0xff, 4);
-          std::memset(run + layout_.v_params_offset() + (t * layout_.groups() + g) * 4, 0xff, 4);
+          std::memset(run + int2::KeyParams(layout_.head_dim, layout_.groups(), t, g), 0xff, 4);
+          std::memset(run + int2::ValueParams(layout_.head_dim, layout_.groups(), t, g), 0xff, 4);
         }
       }
     }

@@ -72,24 +72,24 @@ std::vector<BlockKey> Keys() {
 }
 
 std::vector<uint8_t> Int2Run(uint32_t head) {
-  constexpr size_t kKCodesBytes = kDim * 16;
-  constexpr size_t kVCodesBytes = 64 * kDim / 4;
   constexpr uint32_t kGroups = kDim / kGroupSize;
-  constexpr size_t kParamsBytes = size_t{kGroups} * 64 * 4;
-  std::vector<uint8_t> run(kKCodesBytes + kVCodesBytes + 2 * kParamsBytes);
+  std::vector<uint8_t> run(32 * kDim + 512 * kGroups);
   for (uint32_t t = 0; t < 64; ++t) {
     for (uint32_t ch = 0; ch < kDim; ++ch) {
-      const uint32_t k_code = (t % 16 + t / 16 + ch + head) % 4;
-      run[ch * 16 + t % 16] |= static_cast<uint8_t>(k_code << (2 * (t / 16)));
-      const uint32_t v_code = (t + ch % 16 + ch / 16 + head) % 4;
-      run[kKCodesBytes + t * 16 + ch % 16] |= static_cast<uint8_t>(v_code << (2 * (ch / 16)));
+      const uint32_t j = ch / 16;
+      const uint32_t r = ch % 16;
+      const uint32_t k_code = (t + t / 8 + ch + ch / 16 + head) % 4;
+      run[t / 32 * 512 + (t % 8 * 4 + r / 4) * 16 + t / 8 % 4 * 4 + r % 4] |=
+          static_cast<uint8_t>(k_code << (2 * j));
+      const uint32_t v_code = (t + t / 8 + ch / 2 + ch / 8 + ch / 16 + head) % 4;
+      run[16 * kDim + t / 32 * 512 + (r % 8 * 4 + t % 8 / 2) * 16 + (r / 8 + t / 16 % 2 * 2) * 4 +
+          t % 2 * 2 + t / 8 % 2] |= static_cast<uint8_t>(v_code << (2 * j));
     }
-    const size_t k_params = kKCodesBytes + kVCodesBytes;
-    PutParameter(&run, k_params + (0 * 64 + t) * 4, 1.0f, -1.5f);
-    PutParameter(&run, k_params + (1 * 64 + t) * 4, 2.0f, -3.0f);
-    const size_t v_params = k_params + kParamsBytes;
-    PutParameter(&run, v_params + (t * kGroups + 0) * 4, 0.5f, 0.0f);
-    PutParameter(&run, v_params + (t * kGroups + 1) * 4, 0.25f, -0.5f);
+    const size_t words = 32 * kDim + (t / 16 * 8 + t % 8) * kGroups * 16 + t / 8 % 2 * 4;
+    PutParameter(&run, words, 1.0f, -1.5f);
+    PutParameter(&run, words + 16, 2.0f, -3.0f);
+    PutParameter(&run, words + 8, 0.5f, 0.0f);
+    PutParameter(&run, words + 24, 0.25f, -0.5f);
   }
   return run;
 }

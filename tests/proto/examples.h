@@ -30,9 +30,8 @@ std::vector<uint32_t> Tokens(size_t count);
 // The keys of three blocks of Tokens(192) with the salt "acme" and no extra key.
 std::vector<BlockKey> Keys();
 
-// An int2 run, packed here by the formulas of page_layout.md alone. With u = t % 16 + t / 16:
-// K code of (t, ch) is (u + ch + head) % 4, V code of (t, ch) is (t + ch % 16 + ch / 16 + head)
-// % 4.
+// An int2 run, packed here by the formulas of page_layout.md alone. K code of (t, ch) is
+// (t + t / 8 + ch + ch / 16 + head) % 4, V code (t + t / 8 + ch / 2 + ch / 8 + ch / 16 + head) % 4.
 std::vector<uint8_t> Int2Run(uint32_t head);
 // K[t][ch] = t, V[t][ch] = -ch.
 std::vector<uint8_t> Bf16Run();

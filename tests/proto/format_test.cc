@@ -41,7 +41,7 @@ std::vector<Change> ChangeOfEachField() {
       {"view", [](Format* f) { f->view = "longest"; }},
       {"group_size", [](Format* f) { f->group_size = 64; }},
       {"rotation_hash", [](Format* f) { f->rotation_hash.bytes[31] ^= 1; }},
-      {"page_layout_version", [](Format* f) { f->page_layout_version = 1; }},
+      {"page_layout_version", [](Format* f) { f->page_layout_version = 2; }},
   };
 }
 
@@ -176,6 +176,7 @@ TEST(FormatTest, ValidateNamesTheFieldThatIsMissingOrOutOfRange) {
       {"group_size", [](Format* f) { f->group_size = 128; }},
       {"rotation_hash", [](Format* f) { f->rotation_hash = {}; }},
       {"page_layout_version", [](Format* f) { f->page_layout_version = kPageLayoutVersion + 1; }},
+      {"page_layout_version", [](Format* f) { f->page_layout_version = 0; }},
   };
   EXPECT_TRUE(ExampleFormat().Validate().ok());
   for (const Change& change : bad) {

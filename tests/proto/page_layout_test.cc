@@ -60,12 +60,75 @@ TEST(PageLayoutTest, PartsTileAnInt2Run) {
       const PageLayout layout = Layout(dim, group);
       EXPECT_EQ(layout.k_codes_offset(), 0u);
       EXPECT_EQ(layout.v_codes_offset(), size_t{dim} * 16);
-      EXPECT_EQ(layout.k_params_offset() - layout.v_codes_offset(), 64u * dim / 4);
-      EXPECT_EQ(layout.v_params_offset() - layout.k_params_offset(), 64u * layout.groups() * 4);
-      EXPECT_EQ(layout.run_bytes(Codec::kInt2) - layout.v_params_offset(),
-                64u * layout.groups() * 4);
+      EXPECT_EQ(layout.params_offset() - layout.v_codes_offset(), 64u * dim / 4);
+      EXPECT_EQ(layout.run_bytes(Codec::kInt2) - layout.params_offset(),
+                2 * 64u * layout.groups() * 4);
       // A run starts on a 16-byte boundary: one vector load.
       EXPECT_EQ(layout.run_bytes(Codec::kInt2) % 16, 0u);
+    }
+  }
+}
+
+TEST(PageLayoutTest, EveryBitOfAnInt2RunBelongsToOneCodeOrWord) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (uint32_t group = 32; group <= dim; group *= 2) {
+      const PageLayout layout = Layout(dim, group);
+      std::vector<uint8_t> bits(layout.run_bytes(Codec::kInt2));
+      const auto claim = [&bits](uint32_t byte, uint32_t mask) {
+        ASSERT_LT(byte, bits.size());
+        EXPECT_EQ(bits[byte] & mask, 0u) << byte;
+        bits[byte] = static_cast<uint8_t>(bits[byte] | mask);
+      };
+      for (uint32_t t = 0; t < kBlockTokens; ++t) {
+        for (uint32_t ch = 0; ch < dim; ++ch) {
+          const int2::CodePosition k = int2::KeyCode(dim, t, ch);
+          const int2::CodePosition v = int2::ValueCode(dim, t, ch);
+          EXPECT_LT(k.byte, layout.v_codes_offset());
+          EXPECT_GE(v.byte, layout.v_codes_offset());
+          EXPECT_LT(v.byte, layout.params_offset());
+          claim(k.byte, 3u << k.shift);
+          claim(v.byte, 3u << v.shift);
+        }
+        for (uint32_t g = 0; g < layout.groups(); ++g) {
+          for (uint32_t i = 0; i < 4; ++i) {
+            claim(int2::KeyParams(dim, layout.groups(), t, g) + i, 0xff);
+            claim(int2::ValueParams(dim, layout.groups(), t, g) + i, 0xff);
+          }
+        }
+      }
+      for (const uint8_t byte : bits) ASSERT_EQ(byte, 0xff);
+    }
+  }
+}
+
+// What a kernel relies on when it loads 16 bytes a lane; page_layout.md's table in numbers.
+TEST(PageLayoutTest, LanesOfATileHoldTheDocumentedCodes) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    const uint32_t quarter = dim / 4;
+    for (uint32_t row = 0; row < 8; ++row) {
+      for (uint32_t c = 0; c < 4; ++c) {
+        const uint32_t lane = (row * 4 + c) * 16;
+        for (uint32_t j = 0; j < 4; ++j) {
+          // Keys: byte y of word w, channels 4 c + y, in the first tile.
+          for (uint32_t w = 0; w < 4; ++w) {
+            const uint32_t token = row + 8 * (dim == 64 ? w : w & 1);
+            const uint32_t r = 4 * c + (dim == 64 ? 0 : 16 * (w >> 1));
+            for (uint32_t y = 0; y < 4; ++y) {
+              const int2::CodePosition k = int2::KeyCode(dim, token, j * quarter + r + y);
+              EXPECT_EQ(k.byte, lane + w * 4 + y);
+              EXPECT_EQ(k.shift, 2 * j);
+            }
+            // Values: channel row + 8 (w & 1), tokens 2 c, 2 c + 8, 2 c + 1, 2 c + 9 and 16 more.
+            const uint32_t tokens[] = {0, 8, 1, 9};
+            for (uint32_t y = 0; y < 4; ++y) {
+              const int2::CodePosition v = int2::ValueCode(dim, 16 * (w >> 1) + 2 * c + tokens[y],
+                                                           j * quarter + row + 8 * (w & 1));
+              EXPECT_EQ(v.byte, 16 * dim + lane + w * 4 + y);
+              EXPECT_EQ(v.shift, 2 * j);
+            }
+          }
+        }
+      }
     }
   }
 }
