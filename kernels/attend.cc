@@ -36,7 +36,7 @@ namespace {
 // Buffers of a task.
 struct Scratch {
   StateLayout layout;
-  float* rotation;  // [dim, dim]
+  float* rotation;  // [dim, kRotationColumns]
   float* q;         // [rows, dim] queries; outputs at the end
   float* rotated;   // [rows, dim]
   float* states;    // [rows, layout.stride()] of all spans so far
@@ -77,7 +77,7 @@ Scratch CarveScratch(const StateLayout& layout, size_t rows, Carver* carver) {
   const size_t words = groups * kTokens;
   Scratch scratch{
       .layout = layout,
-      .rotation = carver->Floats(dim * dim),
+      .rotation = carver->Floats(dim * kRotationColumns),
       .q = carver->Floats(rows * dim),
       .rotated = carver->Floats(rows * dim),
       .states = carver->Floats(rows * layout.stride()),
@@ -246,30 +246,6 @@ void AttendSpan(const AttendParams& params, const AttendRange& range, uint32_t s
   }
 }
 
-struct RotateTask {
-  const uint16_t* r;
-  bool transpose;
-  const float* from;
-  size_t from_stride;
-  float* to;  // [rows, dim]
-};
-// to = from R (or R^T) for all rows of the task.
-void Rotate(const RotateTask& task, size_t rows_count, const Scratch& scratch) {
-  const size_t dim = scratch.layout.dim;
-  LoadRotation({.r = task.r, .dim = static_cast<uint32_t>(dim), .transpose = task.transpose},
-               scratch.rotation);
-  MultiplyRows({.a = task.from,
-                .a_stride = task.from_stride,
-                .b = scratch.rotation,
-                .b_stride = dim,
-                .c = task.to,
-                .c_stride = dim,
-                .rows_count = rows_count,
-                .k_count = dim,
-                .n_count = dim,
-                .accumulate = false});
-}
-
 void CopyFloats(const float* from, size_t count, float* to) {
   for (size_t i = 0; i < count; i += kLanes) hn::StoreU(hn::LoadU(DF(), from + i), DF(), to + i);
 }
@@ -286,12 +262,15 @@ void LoadQueries(const AttendParams& params, const AttendRange& range, const Scr
     const float* const q = params.q + RowOffset(params, range.kv_head, range.row_begin + row);
     CopyFloats(q, dim, scratch.q + row * dim);
   }
-  Rotate({.r = params.r_k + RotationOffset(params, range.kv_head),
-          .transpose = false,
-          .from = scratch.q,
-          .from_stride = dim,
-          .to = scratch.rotated},
-         rows_count, scratch);
+  RotateF32({.x = scratch.q,
+             .x_stride = dim,
+             .r = params.r_k + RotationOffset(params, range.kv_head),
+             .transpose = false,
+             .dim = params.head_dim,
+             .rows_count = rows_count,
+             .y = scratch.rotated,
+             .y_stride = dim,
+             .columns = scratch.rotation});
   for (uint32_t row = 0; row < rows_count; ++row) {
     FixQuery(scratch.rotated + row * dim, row, dim, scratch.layout.groups,
              params.softmax_scale * kLog2E, scratch.queries);
@@ -306,12 +285,15 @@ void StoreOutputs(const AttendParams& params, const AttendRange& range, const Sc
   const size_t stride = scratch.layout.stride();
   for (uint32_t row = 0; row < rows_count; ++row)
     FinishState(scratch.layout, states + row * stride);
-  Rotate({.r = params.r_v + RotationOffset(params, range.kv_head),
-          .transpose = true,
-          .from = states,
-          .from_stride = stride,
-          .to = scratch.q},
-         rows_count, scratch);
+  RotateF32({.x = states,
+             .x_stride = stride,
+             .r = params.r_v + RotationOffset(params, range.kv_head),
+             .transpose = true,
+             .dim = params.head_dim,
+             .rows_count = rows_count,
+             .y = scratch.q,
+             .y_stride = dim,
+             .columns = scratch.rotation});
   for (uint32_t row = 0; row < rows_count; ++row) {
     float* const out = params.out + RowOffset(params, range.kv_head, range.row_begin + row);
     CopyFloats(scratch.q + row * dim, dim, out);

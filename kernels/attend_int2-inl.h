@@ -15,6 +15,7 @@
 #include "hwy/highway.h"
 #include "kernels/attend_rows.h"
 #include "kernels/int2_dot-inl.h"
+#include "kernels/int2_tiles-inl.h"
 #include "kernels/simd-inl.h"
 #include "kernels/softmax-inl.h"
 #include "proto/int2_layout.h"
@@ -86,32 +87,47 @@ struct Int2Block {
   float* value_offsets;
 };
 
-// 16 bytes of a run hold the words of tokens t and t + 8: K, K, V, V.
-HWY_INLINE void StoreWords(VU32 words, float* scales, float* offsets) {
-  const DU32 du;
-  hn::StoreU(hn::BitCast(DF(), hn::ShiftLeft<16>(words)), DF(), scales);
-  hn::StoreU(hn::BitCast(DF(), hn::And(words, hn::Set(du, 0xffff0000u))), DF(), offsets);
+template <class D>
+HWY_INLINE void StoreWords(D du, hn::Vec<D> words, float* scales, float* offsets) {
+  const hn::Rebind<float, D> d;
+  hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(words)), d, scales);
+  hn::StoreU(hn::BitCast(d, hn::And(words, hn::Set(du, 0xffff0000u))), d, offsets);
 }
+// 16 bytes of a run hold the words of tokens t and t + 8: K, K, V, V.
 inline void LoadWords(const uint8_t* run, uint32_t dim, uint32_t groups, const Int2Block& block) {
-  for (uint32_t g = 0; g < groups; ++g) {
-    HWY_ALIGN uint32_t keys[kTokens];
-    HWY_ALIGN uint32_t values[kTokens];
-    for (uint32_t i = 0; i < kTokens; i += 16) {
-      const uint8_t* from = run + int2::KeyParams(dim, groups, i, g);
-      const size_t stride = int2::KeyParams(dim, groups, 1, 0) - int2::KeyParams(dim, groups, 0, 0);
-      for (uint32_t t = i; t < i + 8; ++t, from += stride) {
-        uint32_t words[4];
-        std::memcpy(words, from, 16);
-        keys[t] = words[0];
-        keys[t + 8] = words[1];
-        values[t] = words[2];
-        values[t + 8] = words[3];
-      }
+#if HWY_TARGET == HWY_AVX3_DL || HWY_TARGET == HWY_AVX3
+  if (groups == 1) {  // Usual, and the words of 16 tokens are two vectors.
+    const __m512i keys =
+        _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+    const __m512i values = _mm512_add_epi32(keys, _mm512_set1_epi32(2));
+    const uint8_t* from = run + int2::KeyParams(dim, 1, 0, 0);
+    for (size_t t = 0; t < kTokens; t += 16, from += 128) {
+      const __m512i a = _mm512_loadu_si512(from);
+      const __m512i b = _mm512_loadu_si512(from + 64);
+      StoreWords(DU32(), VU32{_mm512_permutex2var_epi32(a, keys, b)}, block.key_scales + t,
+                 block.key_offsets + t);
+      StoreWords(DU32(), VU32{_mm512_permutex2var_epi32(a, values, b)}, block.value_scales + t,
+                 block.value_offsets + t);
     }
-    for (size_t t = 0; t < kTokens; t += kLanes) {
-      const size_t at = g * kTokens + t;
-      StoreWords(hn::LoadU(DU32(), keys + t), block.key_scales + at, block.key_offsets + at);
-      StoreWords(hn::LoadU(DU32(), values + t), block.value_scales + at, block.value_offsets + at);
+    return;
+  }
+#endif
+  const hn::FixedTag<uint32_t, 4> du;
+  for (uint32_t g = 0; g < groups; ++g) {
+    for (uint32_t t = 0; t < kTokens; t += t % 16 == 0 ? 4 : 12) {  // 0, 4, 16, 20, ...
+      WordTile tile;
+      for (uint32_t i = 0; i < 4; ++i) {
+        tile.words[i] = hn::LoadU(D16x8(), run + int2::KeyParams(dim, groups, t + i, g));
+      }
+      TransposeWords(&tile);
+      const auto store = [&](size_t word, size_t token, float* scales, float* offsets) HWY_ATTR {
+        const size_t at = g * kTokens + token;
+        StoreWords(du, hn::BitCast(du, tile.words[word]), scales + at, offsets + at);
+      };
+      store(0, t, block.key_scales, block.key_offsets);
+      store(1, t + 8, block.key_scales, block.key_offsets);
+      store(2, t, block.value_scales, block.value_offsets);
+      store(3, t + 8, block.value_scales, block.value_offsets);
     }
   }
 }
@@ -176,6 +192,42 @@ struct GroupWeights {
   VF offset_sums[kSumVectors];
 };
 
+// Splits integers of 64 tokens, 0 to 65,535, into high bytes [64] and low bytes [64], of every 16
+// tokens in the order of the panel's quads: 0, 8, 1, 9, ... 7, 15.
+HWY_INLINE void StoreWeightBytes(const hn::Vec<DI32>* integers, uint8_t* to) {
+#if HWY_TARGET == HWY_AVX3_DL
+  // A pack takes four lanes from its two vectors by turns: integer 4 c + y of vector i becomes byte
+  // 16 c + 4 i + y.
+  alignas(64) static constexpr uint8_t kOrder[kTokens] = {
+      0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51,   //
+      4,  36, 5,  37, 6,  38, 7,  39, 20, 52, 21, 53, 22, 54, 23, 55,   //
+      8,  40, 9,  41, 10, 42, 11, 43, 24, 56, 25, 57, 26, 58, 27, 59,   //
+      12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};  //
+  const __m512i order = _mm512_load_si512(kOrder);
+  const __m512i low_mask = _mm512_set1_epi16(0xff);
+  const __m512i a = _mm512_packus_epi32(integers[0].raw, integers[1].raw);
+  const __m512i b = _mm512_packus_epi32(integers[2].raw, integers[3].raw);
+  const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+  const __m512i low =
+      _mm512_packus_epi16(_mm512_and_si512(a, low_mask), _mm512_and_si512(b, low_mask));
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi8(order, high));
+  _mm512_storeu_si512(to + kTokens, _mm512_permutexvar_epi8(order, low));
+#else
+  HWY_ALIGN uint8_t bytes[2 * kTokens];
+#pragma GCC unroll 16
+  for (size_t i = 0; i < kTokens / kLanes; ++i) {
+    StoreLowBytes(hn::ShiftRight<8>(integers[i]), bytes + i * kLanes);
+    StoreLowBytes(integers[i], bytes + kTokens + i * kLanes);
+  }
+#pragma GCC unroll 8
+  for (size_t i = 0; i < 2 * kTokens; i += 16) {
+    const D16x8 d8;
+    const auto sixteen = hn::LoadU(d8, bytes + i);
+    hn::StoreU(hn::InterleaveLower(d8, sixteen, hn::ShiftRightBytes<8>(d8, sixteen)), d8, to + i);
+  }
+#endif
+}
+
 // To fixed point, in the order of the panel's quads: [2][64] high bytes, low bytes. The error goes
 // to the sums of offsets. Returns what an integer is worth.
 HWY_INLINE float FixWeights(GroupWeights* group, uint8_t* to) {
@@ -190,23 +242,16 @@ HWY_INLINE float FixWeights(GroupWeights* group, uint8_t* to) {
       FixedPointOf(static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(di, max))), kWeightFixedMax);
   const VF inverse = hn::Set(d, point.inverse);
   const VF unit = hn::Set(d, point.unit);
-  HWY_ALIGN uint8_t bytes[2][kTokens];
+  hn::Vec<DI32> integers[kTokens / kLanes];
 #pragma GCC unroll 16
   for (size_t i = 0; i < kTokens / kLanes; ++i) {
     const VF rounded = hn::Round(hn::Mul(group->weights[i], inverse));
     const VF error = hn::NegMulAdd(unit, rounded, group->weights[i]);
     VF* const sums = &group->offset_sums[i % kSumVectors];
     *sums = hn::MulAdd(hn::Set(d, kMiddleCode), error, *sums);
-    const auto integers = hn::ConvertTo(di, rounded);
-    StoreLowBytes(hn::ShiftRight<8>(integers), bytes[0] + i * kLanes);
-    StoreLowBytes(integers, bytes[1] + i * kLanes);
+    integers[i] = hn::ConvertTo(di, rounded);
   }
-#pragma GCC unroll 8
-  for (size_t i = 0; i < 2 * kTokens; i += 16) {
-    const D16x8 d8;
-    const auto sixteen = hn::LoadU(d8, bytes[0] + i);
-    hn::StoreU(hn::InterleaveLower(d8, sixteen, hn::ShiftRightBytes<8>(d8, sixteen)), d8, to + i);
-  }
+  StoreWeightBytes(integers, to);
   return point.unit;
 }
 

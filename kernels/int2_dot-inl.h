@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "hwy/highway.h"
 #include "kernels/int2_tiles-inl.h"
@@ -20,12 +19,7 @@
 #include "proto/int2_layout.h"
 
 #if OKV_TARGET_IS_SIMD
-#if HWY_TARGET == HWY_AVX3_DL
-// Highway 1.0 leaves VNNI out of the features of its own VNNI target.
-HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512vnni")
-#else
 HWY_BEFORE_NAMESPACE();
-#endif
 namespace okv::HWY_NAMESPACE {
 
 // A panel holds codes as bytes 0..3 in vectors of 16 lanes by 4 bytes, in the order in which the
@@ -145,8 +139,9 @@ inline void ExpandValues(const uint8_t* codes, size_t dim, uint8_t* panel) {
   }
 }
 
-// out[row][16 v + lane] = sum over quads k and bytes y of weight[row][4 k + y] *
-// code[v][k][lane][y]. Integers: any order of the sum gives the same bits.
+// out[row][16 v + lane] = sum over quads k and bytes y of weight[row][4 k + y] times
+// code[v][k][lane][y]. Integers: any order of the sum gives the same bits. Functions have the type
+// of a weight's bytes, W: int8_t for queries, uint8_t for probabilities.
 struct CodeProduct {
   const uint8_t* panel;
   size_t vector_stride;  // Bytes from a vector of lanes to the next.
@@ -165,21 +160,12 @@ HWY_INLINE int32_t LoadQuad(const uint8_t* from) {
   return quad;
 }
 
-// Calls f(0) .. f(kCount - 1), constants, so that arrays of sums become registers: with loops to
-// unroll g++ 12 kept 6 x 2 x 2 of them in memory, which took twice the time.
-#define OKV_UNROLLED HWY_ATTR __attribute__((always_inline))
-template <typename F, size_t... kIndices>
-HWY_INLINE void UnrollIndices(const F& f, std::index_sequence<kIndices...>) {
-  (f(std::integral_constant<size_t, kIndices>()), ...);
-}
-template <size_t kCount, typename F>
-HWY_INLINE void Unroll(const F& f) {
-  UnrollIndices(f, std::make_index_sequence<kCount>());
-}
-
 #if HWY_TARGET == HWY_AVX3_DL
 
-// Codes are at most 3: they can be the unsigned operand or the signed one.
+// Four products a lane. Codes are at most 3: they can be the unsigned operand or the signed one.
+// Not the intrinsic: g++ 12 then copies the sums around, which takes 1.5 times as long; and
+// Highway 1.0 leaves VNNI out of the features of this target, although its run-time check asks for
+// it.
 template <typename W>
 HWY_INLINE __m512i AddProducts(__m512i sums, __m512i codes, __m512i weights) {
   if constexpr (std::is_same_v<W, int8_t>) {
@@ -197,31 +183,38 @@ HWY_NOINLINE void MultiplyCodeRows(const CodeProduct& p) {
   for (size_t v = 0; v < p.vectors_count; v += kVectors) {
     __m512i high[kRows][kVectors];
     __m512i low[kRows][kVectors];
-    Unroll<kRows * kVectors>([&](auto n) OKV_UNROLLED {
-      high[n / kVectors][n % kVectors] = low[n / kVectors][n % kVectors] = _mm512_setzero_si512();
-    });
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (size_t i = 0; i < kVectors; ++i) high[r][i] = low[r][i] = _mm512_setzero_si512();
+    }
     const uint8_t* codes = p.panel + v * p.vector_stride;
     const uint8_t* weights = p.weights;
     for (size_t k = 0; k < p.quads_count; ++k, codes += kPanelVector, weights += 4) {
       __m512i code[kVectors];
-      Unroll<kVectors>(
-          [&](auto i) OKV_UNROLLED { code[i] = _mm512_loadu_si512(codes + i * p.vector_stride); });
-      Unroll<kRows>([&](auto r) OKV_UNROLLED {
+#pragma GCC unroll 8
+      for (size_t i = 0; i < kVectors; ++i)
+        code[i] = _mm512_loadu_si512(codes + i * p.vector_stride);
+#pragma GCC unroll 8
+      for (size_t r = 0; r < kRows; ++r) {
         const uint8_t* const row = weights + r * p.weights_stride;
         const __m512i w_high = _mm512_set1_epi32(LoadQuad(row));
         const __m512i w_low = _mm512_set1_epi32(LoadQuad(row + p.low_offset));
-        Unroll<kVectors>([&](auto i) OKV_UNROLLED {
+#pragma GCC unroll 8
+        for (size_t i = 0; i < kVectors; ++i) {
           high[r][i] = AddProducts<W>(high[r][i], code[i], w_high);
           low[r][i] = AddProducts<W>(low[r][i], code[i], w_low);
-        });
-      });
+        }
+      }
     }
-    Unroll<kRows * kVectors>([&](auto n) OKV_UNROLLED {
-      constexpr size_t r = n / kVectors;
-      constexpr size_t i = n % kVectors;
-      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][i], 8), low[r][i]);
-      _mm512_storeu_si512(p.out + r * p.out_stride + (v + i) * 16, sum);
-    });
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (size_t i = 0; i < kVectors; ++i) {
+        const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][i], 8), low[r][i]);
+        _mm512_storeu_si512(p.out + r * p.out_stride + (v + i) * 16, sum);
+      }
+    }
   }
 }
 

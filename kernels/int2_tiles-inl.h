@@ -20,7 +20,6 @@ HWY_BEFORE_NAMESPACE();
 namespace okv::HWY_NAMESPACE {
 
 // Transposes 16 x 16 bytes in registers: four perfect shuffles.
-using D16x8 = hn::FixedTag<uint8_t, 16>;
 struct ByteTile {
   hn::Vec<D16x8> rows[16];
 };
@@ -38,30 +37,8 @@ HWY_INLINE void TransposeBytes(ByteTile* tile) {
   }
 }
 
-// Four lanes of a tile, whose words are four pieces of a packed row each: word w of lane c becomes
-// word c of words[w], and back. A transposition is its own inverse.
-struct WordTile {
-  hn::Vec<D16x8> words[4];
-};
-HWY_INLINE void TransposeWords(WordTile* tile) {
-  const hn::FixedTag<uint32_t, 4> d32;
-  const hn::FixedTag<uint64_t, 2> d64;
-  const auto a = hn::BitCast(d32, tile->words[0]);
-  const auto b = hn::BitCast(d32, tile->words[1]);
-  const auto c = hn::BitCast(d32, tile->words[2]);
-  const auto d = hn::BitCast(d32, tile->words[3]);
-  const auto ab_low = hn::BitCast(d64, hn::InterleaveLower(d32, a, b));
-  const auto ab_high = hn::BitCast(d64, hn::InterleaveUpper(d32, a, b));
-  const auto cd_low = hn::BitCast(d64, hn::InterleaveLower(d32, c, d));
-  const auto cd_high = hn::BitCast(d64, hn::InterleaveUpper(d32, c, d));
-  const D16x8 d8;
-  tile->words[0] = hn::BitCast(d8, hn::InterleaveLower(d64, ab_low, cd_low));
-  tile->words[1] = hn::BitCast(d8, hn::InterleaveUpper(d64, ab_low, cd_low));
-  tile->words[2] = hn::BitCast(d8, hn::InterleaveLower(d64, ab_high, cd_high));
-  tile->words[3] = hn::BitCast(d8, hn::InterleaveUpper(d64, ab_high, cd_high));
-}
-
-// The four lanes of `row` (token % 8 of keys, byte % 8 of values).
+// The four lanes of `row` of a tile, whose words are four pieces of a packed row each (token % 8 of
+// keys, byte % 8 of values).
 HWY_INLINE WordTile LoadLanes(const uint8_t* tile, size_t row) {
   WordTile lanes;
   for (size_t c = 0; c < 4; ++c) lanes.words[c] = hn::LoadU(D16x8(), tile + (row * 4 + c) * 16);

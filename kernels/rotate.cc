@@ -28,7 +28,8 @@ void RotateRowsTarget(const RotateParams& params, uint16_t* y, size_t y_stride) 
   float* const r = ThreadScratch(dim * dim + 2 * kBlockRows * dim);
   float* const x_rows = r + dim * dim;
   float* const y_rows = x_rows + kBlockRows * dim;
-  LoadRotation({.r = params.r, .dim = params.dim, .transpose = false}, r);
+  LoadRotation(
+      {.r = params.r, .dim = params.dim, .transpose = false, .column = 0, .columns_count = dim}, r);
   for (size_t row = 0; row < params.rows_count; row += kBlockRows) {
     const size_t rows_count = std::min(kBlockRows, params.rows_count - row);
     for (size_t i = 0; i < rows_count; ++i) {
@@ -58,19 +59,15 @@ void RotateRowsTarget(const RotateParams& params, uint16_t* y, size_t y_stride) 
 }
 
 void RotateRowsF32Target(const RotateQueriesParams& params, float* y, size_t y_stride) {
-  const size_t dim = params.dim;
-  float* const r = ThreadScratch(dim * dim);
-  LoadRotation({.r = params.r, .dim = params.dim, .transpose = params.transpose}, r);
-  MultiplyRows({.a = params.x,
-                .a_stride = params.x_stride,
-                .b = r,
-                .b_stride = dim,
-                .c = y,
-                .c_stride = y_stride,
-                .rows_count = params.rows_count,
-                .k_count = dim,
-                .n_count = dim,
-                .accumulate = false});
+  RotateF32({.x = params.x,
+             .x_stride = params.x_stride,
+             .r = params.r,
+             .transpose = params.transpose,
+             .dim = params.dim,
+             .rows_count = params.rows_count,
+             .y = y,
+             .y_stride = y_stride,
+             .columns = ThreadScratch(params.dim * kRotationColumns)});
 }
 
 #else

@@ -120,30 +120,103 @@ HWY_INLINE void MultiplyRows(RowsProduct p) {
   }
 }
 
-// out [dim, dim] fp32 = R, or R^T: row k of `out` is what output k of a product multiplies by.
+// Four vectors of four words: word w of vector c becomes word c of vector w, and back. A
+// transposition is its own inverse.
+using D16x8 = hn::FixedTag<uint8_t, 16>;
+struct WordTile {
+  hn::Vec<D16x8> words[4];
+};
+HWY_INLINE void TransposeWords(WordTile* tile) {
+  const hn::FixedTag<uint32_t, 4> d32;
+  const hn::FixedTag<uint64_t, 2> d64;
+  const auto a = hn::BitCast(d32, tile->words[0]);
+  const auto b = hn::BitCast(d32, tile->words[1]);
+  const auto c = hn::BitCast(d32, tile->words[2]);
+  const auto d = hn::BitCast(d32, tile->words[3]);
+  const auto ab_low = hn::BitCast(d64, hn::InterleaveLower(d32, a, b));
+  const auto ab_high = hn::BitCast(d64, hn::InterleaveUpper(d32, a, b));
+  const auto cd_low = hn::BitCast(d64, hn::InterleaveLower(d32, c, d));
+  const auto cd_high = hn::BitCast(d64, hn::InterleaveUpper(d32, c, d));
+  const D16x8 d8;
+  tile->words[0] = hn::BitCast(d8, hn::InterleaveLower(d64, ab_low, cd_low));
+  tile->words[1] = hn::BitCast(d8, hn::InterleaveUpper(d64, ab_low, cd_low));
+  tile->words[2] = hn::BitCast(d8, hn::InterleaveLower(d64, ab_high, cd_high));
+  tile->words[3] = hn::BitCast(d8, hn::InterleaveUpper(d64, ab_high, cd_high));
+}
+
+// out [dim, columns_count] fp32 = columns from `column` on of R, or of R^T: row k of `out` is what
+// element k of a vector is multiplied by. Columns are multiples of 64.
 struct RotationLoad {
   const uint16_t* r;  // [dim, dim] bf16
   uint32_t dim;
   bool transpose;
+  size_t column;
+  size_t columns_count;
 };
 inline void LoadRotation(const RotationLoad& p, float* out) {
-  const DF d;
   if (!p.transpose) {
-    for (size_t i = 0; i < size_t{p.dim} * p.dim; i += kLanes)
-      hn::StoreU(LoadBf16(p.r + i), d, out + i);
+    for (size_t k = 0; k < p.dim; ++k, out += p.columns_count) {
+      const uint16_t* const row = p.r + k * p.dim + p.column;
+      for (size_t n = 0; n < p.columns_count; n += kLanes)
+        hn::StoreU(LoadBf16(row + n), DF(), out + n);
+    }
     return;
   }
-  // Words of two neighbors in a row of R: a gather down a column gives two rows of R^T.
-  const DU32 du;
-  const auto rows = hn::Mul(hn::Iota(DI32(), 0), hn::Set(DI32(), static_cast<int32_t>(p.dim / 2)));
-  for (size_t n = 0; n < p.dim; n += kLanes) {
-    const uint32_t* const base = reinterpret_cast<const uint32_t*>(p.r + n * p.dim);
-    for (size_t k = 0; k < p.dim; k += 2) {
-      const VU32 words = hn::GatherIndex(du, base + k / 2, rows);
-      hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(words)), d, out + k * p.dim + n);
-      hn::StoreU(hn::BitCast(d, hn::And(words, hn::Set(du, 0xffff0000u))), d,
-                 out + (k + 1) * p.dim + n);
+  // Words are two neighbors in a row of R: four rows by four words make parts of eight rows of R^T.
+  // Gathers down the columns took longer.
+  const hn::FixedTag<uint32_t, 4> du;
+  const hn::FixedTag<float, 4> d4;
+  for (size_t k = 0; k < p.dim; k += 8) {
+    for (size_t n = 0; n < p.columns_count; n += 4) {
+      WordTile tile;
+      for (size_t i = 0; i < 4; ++i) {
+        const uint16_t* const row = p.r + (p.column + n + i) * p.dim + k;
+        tile.words[i] = hn::LoadU(D16x8(), reinterpret_cast<const uint8_t*>(row));
+      }
+      TransposeWords(&tile);
+      for (size_t w = 0; w < 4; ++w) {
+        const auto words = hn::BitCast(du, tile.words[w]);
+        float* const to = out + (k + 2 * w) * p.columns_count + n;
+        hn::StoreU(hn::BitCast(d4, hn::ShiftLeft<16>(words)), d4, to);
+        hn::StoreU(hn::BitCast(d4, hn::And(words, hn::Set(du, 0xffff0000u))), d4,
+                   to + p.columns_count);
+      }
     }
+  }
+}
+
+// y = x R, or x R^T, in fp32. R is widened 64 columns at a time: whole, at dim 256, it would go
+// through L2.
+struct RowsRotation {
+  const float* x;  // [rows_count, dim]
+  size_t x_stride;
+  const uint16_t* r;  // [dim, dim] bf16
+  bool transpose;
+  uint32_t dim;
+  size_t rows_count;
+  float* y;  // [rows_count, dim]
+  size_t y_stride;
+  float* columns;  // [dim, kRotationColumns] scratch
+};
+constexpr size_t kRotationColumns = 64;
+HWY_INLINE void RotateF32(const RowsRotation& p) {
+  for (size_t n = 0; n < p.dim; n += kRotationColumns) {
+    LoadRotation({.r = p.r,
+                  .dim = p.dim,
+                  .transpose = p.transpose,
+                  .column = n,
+                  .columns_count = kRotationColumns},
+                 p.columns);
+    MultiplyRows({.a = p.x,
+                  .a_stride = p.x_stride,
+                  .b = p.columns,
+                  .b_stride = kRotationColumns,
+                  .c = p.y + n,
+                  .c_stride = p.y_stride,
+                  .rows_count = p.rows_count,
+                  .k_count = p.dim,
+                  .n_count = kRotationColumns,
+                  .accumulate = false});
   }
 }
 

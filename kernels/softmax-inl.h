@@ -26,9 +26,12 @@ constexpr size_t kSumVectors = kSumLanes / kLanes;
 // Exp2Softmax in every lane.
 HWY_INLINE VF Exp2(VF x) {
   const DF d;
-  const DI32 di;
   const auto tiny = hn::Lt(x, hn::Set(d, kExp2Min));  // Not NaN, which reaches the result by f.
+#if HWY_TARGET == HWY_AVX3_DL || HWY_TARGET == HWY_AVX3
+  const VF n = hn::Round(x);
+#else
   const VF n = hn::Round(hn::Max(x, hn::Set(d, kExp2Min)));
+#endif
   const VF f = hn::Sub(x, n);
   VF q = hn::Set(d, kExp2C6);
   q = hn::MulAdd(q, f, hn::Set(d, kExp2C5));
@@ -36,9 +39,14 @@ HWY_INLINE VF Exp2(VF x) {
   q = hn::MulAdd(q, f, hn::Set(d, kExp2C3));
   q = hn::MulAdd(q, f, hn::Set(d, kExp2C2));
   q = hn::MulAdd(q, f, hn::Set(d, kExp2C1));
+  const VF fraction = hn::MulAdd(q, f, hn::Set(d, 1.0f));
+#if HWY_TARGET == HWY_AVX3_DL || HWY_TARGET == HWY_AVX3
+  return hn::IfThenZeroElse(tiny, VF{_mm512_scalef_ps(fraction.raw, n.raw)});
+#else
+  const DI32 di;
   const auto power = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(di, n), hn::Set(di, 127)));
-  const VF result = hn::Mul(hn::MulAdd(q, f, hn::Set(d, 1.0f)), hn::BitCast(d, power));
-  return hn::IfThenZeroElse(tiny, result);
+  return hn::IfThenZeroElse(tiny, hn::Mul(fraction, hn::BitCast(d, power)));
+#endif
 }
 
 HWY_INLINE void Scale(float factor, size_t count, float* values) {

@@ -1,0 +1,87 @@
+#ifndef OKV_KERNELS_CUDA_BF16X2_CUH_
+#define OKV_KERNELS_CUDA_BF16X2_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+// Arithmetic on two bf16 in a word, and on two fp16.
+namespace okv::cuda {
+
+__device__ __forceinline__ __nv_bfloat162 AsBf16x2(uint32_t word) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&word);
+}
+__device__ __forceinline__ uint32_t AsWord(__nv_bfloat162 pair) {
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// NaN when either is NaN, +0 above -0.
+__device__ __forceinline__ uint32_t Max2(uint32_t a, uint32_t b) {
+  return AsWord(__hmax2_nan(AsBf16x2(a), AsBf16x2(b)));
+}
+__device__ __forceinline__ uint32_t Min2(uint32_t a, uint32_t b) {
+  return AsWord(__hmin2_nan(AsBf16x2(a), AsBf16x2(b)));
+}
+// The smaller magnitude of each half; the sign bits are of no meaning. NaN loses.
+__device__ __forceinline__ uint32_t SmallerMagnitude2(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t result;
+  asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+#else
+  return AsWord(__hmin2(__habs2(AsBf16x2(a)), __habs2(AsBf16x2(b))));
+#endif
+}
+
+// Counting magnitudes: below(a, b) is 1.0 where |a| < b and otherwise 0, add sums them up, at_most
+// gives 0xffff where a <= b and otherwise 0.
+struct CountInBf16 {
+  static __device__ __forceinline__ uint32_t Below(uint32_t a, uint32_t b) {
+    return AsWord(__hlt2(__habs2(AsBf16x2(a)), AsBf16x2(b)));
+  }
+  static __device__ __forceinline__ uint32_t Add(uint32_t a, uint32_t b) {
+    return AsWord(__hadd2_rn(AsBf16x2(a), AsBf16x2(b)));
+  }
+  static __device__ __forceinline__ uint32_t AtMostMask(uint32_t a, uint32_t b) {
+    return __hle2_mask(AsBf16x2(a), AsBf16x2(b));
+  }
+  // REQUIRES: count <= 255, so that nothing is rounded.
+  static __device__ __forceinline__ uint32_t FromCount(uint32_t count) {
+    return __float_as_uint(static_cast<float>(count)) >> 16;
+  }
+};
+// The same on fp16, whose comparison takes magnitudes without an operation of its own: bits of bf16
+// are in order as fp16 too, up to fp16's infinity.
+struct CountInFp16 {
+  static constexpr uint32_t kLargestBits = 0x7c00;
+  static __device__ __forceinline__ __half2 AsHalf2(uint32_t word) {
+    return *reinterpret_cast<const __half2*>(&word);
+  }
+  static __device__ __forceinline__ uint32_t AsHalfWord(__half2 pair) {
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ uint32_t Below(uint32_t a, uint32_t b) {
+    return AsHalfWord(__hlt2(__habs2(AsHalf2(a)), AsHalf2(b)));
+  }
+  static __device__ __forceinline__ uint32_t Add(uint32_t a, uint32_t b) {
+    return AsHalfWord(__hadd2_rn(AsHalf2(a), AsHalf2(b)));
+  }
+  static __device__ __forceinline__ uint32_t AtMostMask(uint32_t a, uint32_t b) {
+    return __hle2_mask(AsHalf2(a), AsHalf2(b));
+  }
+  static __device__ __forceinline__ uint32_t FromCount(uint32_t count) {
+    return __half_as_ushort(__uint2half_rn(count));
+  }
+};
+
+__device__ __forceinline__ uint32_t LowTwice(uint32_t word) {
+  return __byte_perm(word, word, 0x1010);
+}
+__device__ __forceinline__ uint32_t HighTwice(uint32_t word) {
+  return __byte_perm(word, word, 0x3232);
+}
+
+}  // namespace okv::cuda
+
+#endif  // OKV_KERNELS_CUDA_BF16X2_CUH_
