@@ -13,6 +13,7 @@
 #include "cmd/bench/nll.h"
 #ifdef OKV_HAVE_CUDA
 #include "cmd/bench/cuda_attend.h"
+#include "cmd/bench/cuda_codec.h"
 #endif
 
 ABSL_FLAG(std::string, model, "", "nll: GGUF file of a Llama-family model");
@@ -28,14 +29,15 @@ ABSL_FLAG(uint64_t, seed, 1, "seed of the bootstrap");
 ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r4096,256r4096",
           "attend: BATCHxCONTEXT, or BATCHrCONTEXT for lengths from 1 to CONTEXT, comma-separated");
 ABSL_FLAG(uint32_t, query_heads, 32, "attend: query heads");
-ABSL_FLAG(uint32_t, kv_heads, 8, "attend: KV heads");
-ABSL_FLAG(uint32_t, head_dim, 128, "attend: 64, 128 or 256");
-ABSL_FLAG(uint32_t, group_size, 128, "attend: channels of one scale, 32 to head_dim");
+ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands: KV heads");
+ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands: 64, 128 or 256");
+ABSL_FLAG(uint32_t, group_size, 128, "GPU commands: channels of one scale, 32 to head_dim");
 ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
-ABSL_FLAG(uint32_t, rotation_heads, 1, "attend: rotations a layer, 1 or kv_heads");
+ABSL_FLAG(uint32_t, rotation_heads, 1, "GPU commands: rotations a layer, 1 or kv_heads");
 ABSL_FLAG(double, query_sigma, 1.0, "attend: deviation of the queries; 8 gives peaky scores");
-ABSL_FLAG(uint32_t, layers, 36, "attend: layers with data of their own, one CUDA graph");
-ABSL_FLAG(uint32_t, rounds, 9, "attend: timed rounds, the median counts");
+ABSL_FLAG(uint32_t, chunk_tokens, 8192, "quantize, dequantize: tokens, a multiple of 64");
+ABSL_FLAG(uint32_t, layers, 36, "GPU commands: layers with data of their own, one CUDA graph");
+ABSL_FLAG(uint32_t, rounds, 9, "GPU commands: timed rounds, the median counts");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -95,30 +97,53 @@ absl::Status AttendBench() {
        .seed = absl::GetFlag(FLAGS_seed)},
       RunCudaAttend);
 }
-#else
-absl::Status AttendBench() {
-  return absl::UnimplementedError("attend needs a GPU, and this okv-bench was built without CUDA");
+
+CudaCodecOptions CodecOptions() {
+  return {.kv_heads = absl::GetFlag(FLAGS_kv_heads),
+          .head_dim = absl::GetFlag(FLAGS_head_dim),
+          .group_size = absl::GetFlag(FLAGS_group_size),
+          .rotation_heads = absl::GetFlag(FLAGS_rotation_heads),
+          .layers = absl::GetFlag(FLAGS_layers),
+          .chunk_tokens = absl::GetFlag(FLAGS_chunk_tokens),
+          .rounds = absl::GetFlag(FLAGS_rounds),
+          .seed = absl::GetFlag(FLAGS_seed)};
 }
+absl::Status QuantizeBench() { return CudaBench(CodecOptions(), RunCudaQuantize); }
+absl::Status DequantizeBench() { return CudaBench(CodecOptions(), RunCudaDequantize); }
+absl::Status VerifyBench() { return CudaBench(CodecOptions(), RunCudaVerify); }
+#else
+absl::Status WithoutCuda() {
+  return absl::UnimplementedError("it needs a GPU, and this okv-bench was built without CUDA");
+}
+constexpr auto AttendBench = WithoutCuda;
+constexpr auto QuantizeBench = WithoutCuda;
+constexpr auto DequantizeBench = WithoutCuda;
+constexpr auto VerifyBench = WithoutCuda;
 #endif
 
 struct Command {
   const char* name;
   absl::Status (*run)();
 };
-constexpr Command kCommands[] = {{"nll", Nll}, {"attend", AttendBench}};
+constexpr Command kCommands[] = {{"nll", Nll},
+                                 {"attend", AttendBench},
+                                 {"quantize", QuantizeBench},
+                                 {"dequantize", DequantizeBench},
+                                 {"verify", VerifyBench}};
 
 }  // namespace
 }  // namespace okv
 
 int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage("okv-bench nll|attend [flags]; --helpfull lists the flags");
+  absl::SetProgramUsageMessage(
+      "okv-bench nll|attend|quantize|dequantize|verify [flags]; --helpfull lists the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";
   for (const okv::Command& command : okv::kCommands) {
     if (name != command.name) continue;
     const absl::Status status = command.run();
     if (status.ok()) return 0;
-    std::fprintf(stderr, "okv-bench: error: %s\n", status.ToString().c_str());
+    std::fprintf(stderr, "okv-bench: error: %s: %s\n", command.name, status.ToString().c_str());
     return 1;
   }
   std::string names;

@@ -96,21 +96,13 @@ HWY_INLINE void DequantizeHalf(const HalfRun& half, size_t tokens_count, T* out)
   }
 }
 
-// K of a bf16 run, rows [64, dim], to kt [dim, 64] fp32: a gather of words gives two channels.
+// K of a bf16 run, rows [64, dim], to kt [dim, 64] fp32.
 inline void LoadKeysTransposedBf16(const PageLayout& layout, const uint8_t* run, float* kt) {
-  const DF d;
-  const DU32 du;
-  const size_t dim = layout.head_dim;
-  const auto rows = hn::Mul(hn::Iota(DI32(), 0), hn::Set(DI32(), static_cast<int32_t>(dim / 2)));
-  for (size_t t = 0; t < kBlockTokens; t += kLanes) {
-    const uint32_t* const base = reinterpret_cast<const uint32_t*>(run + t * dim * 2);
-    for (size_t c = 0; c < dim; c += 2) {
-      const VU32 words = hn::GatherIndex(du, base + c / 2, rows);
-      hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(words)), d, kt + c * kBlockTokens + t);
-      hn::StoreU(hn::BitCast(d, hn::And(words, hn::Set(du, 0xffff0000u))), d,
-                 kt + (c + 1) * kBlockTokens + t);
-    }
-  }
+  LoadTransposed({.from = reinterpret_cast<const uint16_t*>(run),
+                  .stride = layout.head_dim,
+                  .rows_count = kBlockTokens,
+                  .columns_count = layout.head_dim},
+                 kt);
 }
 
 // The first tokens_count V rows of a bf16 run to v [tokens_count, dim] fp32.

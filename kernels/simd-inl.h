@@ -144,6 +144,37 @@ HWY_INLINE void TransposeWords(WordTile* tile) {
   tile->words[3] = hn::BitCast(d8, hn::InterleaveUpper(d64, ab_high, cd_high));
 }
 
+// bf16 [rows_count, columns_count] with rows `stride` apart to fp32 [columns_count, rows_count].
+struct TransposedLoad {
+  const uint16_t* from;
+  size_t stride;
+  size_t rows_count;     // A multiple of 4.
+  size_t columns_count;  // A multiple of 8.
+};
+// Words are two neighbors in a row: four rows by four words make parts of eight rows of the result.
+// Gathers down the columns took longer.
+inline void LoadTransposed(const TransposedLoad& p, float* out) {
+  const hn::FixedTag<uint32_t, 4> du;
+  const hn::FixedTag<float, 4> d4;
+  for (size_t k = 0; k < p.columns_count; k += 8) {
+    for (size_t n = 0; n < p.rows_count; n += 4) {
+      WordTile tile;
+      for (size_t i = 0; i < 4; ++i) {
+        const uint16_t* const row = p.from + (n + i) * p.stride + k;
+        tile.words[i] = hn::LoadU(D16x8(), reinterpret_cast<const uint8_t*>(row));
+      }
+      TransposeWords(&tile);
+      for (size_t w = 0; w < 4; ++w) {
+        const auto words = hn::BitCast(du, tile.words[w]);
+        float* const to = out + (k + 2 * w) * p.rows_count + n;
+        hn::StoreU(hn::BitCast(d4, hn::ShiftLeft<16>(words)), d4, to);
+        hn::StoreU(hn::BitCast(d4, hn::And(words, hn::Set(du, 0xffff0000u))), d4,
+                   to + p.rows_count);
+      }
+    }
+  }
+}
+
 // out [dim, columns_count] fp32 = columns from `column` on of R, or of R^T: row k of `out` is what
 // element k of a vector is multiplied by. Columns are multiples of 64.
 struct RotationLoad {
@@ -154,34 +185,18 @@ struct RotationLoad {
   size_t columns_count;
 };
 inline void LoadRotation(const RotationLoad& p, float* out) {
-  if (!p.transpose) {
-    for (size_t k = 0; k < p.dim; ++k, out += p.columns_count) {
-      const uint16_t* const row = p.r + k * p.dim + p.column;
-      for (size_t n = 0; n < p.columns_count; n += kLanes)
-        hn::StoreU(LoadBf16(row + n), DF(), out + n);
-    }
+  if (p.transpose) {
+    LoadTransposed({.from = p.r + p.column * p.dim,
+                    .stride = p.dim,
+                    .rows_count = p.columns_count,
+                    .columns_count = p.dim},
+                   out);
     return;
   }
-  // Words are two neighbors in a row of R: four rows by four words make parts of eight rows of R^T.
-  // Gathers down the columns took longer.
-  const hn::FixedTag<uint32_t, 4> du;
-  const hn::FixedTag<float, 4> d4;
-  for (size_t k = 0; k < p.dim; k += 8) {
-    for (size_t n = 0; n < p.columns_count; n += 4) {
-      WordTile tile;
-      for (size_t i = 0; i < 4; ++i) {
-        const uint16_t* const row = p.r + (p.column + n + i) * p.dim + k;
-        tile.words[i] = hn::LoadU(D16x8(), reinterpret_cast<const uint8_t*>(row));
-      }
-      TransposeWords(&tile);
-      for (size_t w = 0; w < 4; ++w) {
-        const auto words = hn::BitCast(du, tile.words[w]);
-        float* const to = out + (k + 2 * w) * p.columns_count + n;
-        hn::StoreU(hn::BitCast(d4, hn::ShiftLeft<16>(words)), d4, to);
-        hn::StoreU(hn::BitCast(d4, hn::And(words, hn::Set(du, 0xffff0000u))), d4,
-                   to + p.columns_count);
-      }
-    }
+  for (size_t k = 0; k < p.dim; ++k, out += p.columns_count) {
+    const uint16_t* const row = p.r + k * p.dim + p.column;
+    for (size_t n = 0; n < p.columns_count; n += kLanes)
+      hn::StoreU(LoadBf16(row + n), DF(), out + n);
   }
 }
 

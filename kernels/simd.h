@@ -10,7 +10,7 @@
 namespace okv {
 
 // The instruction set that the CPU kernels run on here, for logs: "AVX3_DL", "AVX2", "NEON",
-// "SCALAR" (then the scalar twins run: correct, about 50 times slower).
+// "SCALAR" (then the scalar twins run: correct, 50 to 100 times slower).
 absl::string_view SimdTargetName();
 
 // For tests: every target that is compiled in and that this CPU has, best first, SCALAR last.

@@ -34,6 +34,16 @@ __device__ __forceinline__ uint32_t SmallerMagnitude2(uint32_t a, uint32_t b) {
 #endif
 }
 
+// x within +-bound. REQUIRES: bound is not negative. Zeros may become -0 when it is 0.
+__device__ __forceinline__ uint32_t Clamp2(uint32_t x, uint32_t bound) {
+#if __CUDA_ARCH__ >= 860
+  // The smaller magnitude, and the signs' exclusive or, which is x's: one operation.
+  return SmallerMagnitude2(x, bound);
+#else
+  return Max2(Min2(x, bound), bound ^ 0x80008000u);
+#endif
+}
+
 // Counting magnitudes: below(a, b) is 1.0 where |a| < b and otherwise 0, add sums them up, at_most
 // gives 0xffff where a <= b and otherwise 0.
 struct CountInBf16 {

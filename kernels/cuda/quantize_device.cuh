@@ -16,7 +16,6 @@ namespace okv::cuda {
 
 inline constexpr uint32_t kBf16Infinity = 0x7f80;
 inline constexpr uint32_t kBf16SmallestNormal = 0x0080;
-inline constexpr uint32_t kBothSigns = 0x80008000u;
 
 // Subnormals and -0 become +0.
 template <int kWords>
@@ -137,11 +136,6 @@ __device__ __forceinline__ void ClipThresholds(const RowFragment<kDim>& rows,
     if ((thresholds[i] & 0xffffu) < kBf16SmallestNormal) thresholds[i] &= 0xffff0000u;
     if (thresholds[i] >> 16 < kBf16SmallestNormal) thresholds[i] &= 0x0000ffffu;
   }
-}
-
-// `bound`: the threshold in both halves. Zeros may become -0 when it is 0.
-__device__ __forceinline__ uint32_t Clamp2(uint32_t x, uint32_t bound) {
-  return Max2(Min2(x, bound), bound ^ kBothSigns);
 }
 
 struct GroupCodec {

@@ -5,123 +5,15 @@
 #include <vector>
 
 #include "gmock/gmock.h"
-#include "kernels/attend_rows.h"
 #include "kernels/softmax_exp2.h"
+#include "tests/kernels/attend_f64.h"
+#include "tests/kernels/plain_attention.h"
 #include "tests/kernels/support.h"
 
 namespace okv::kernels_test {
 namespace {
 
 using ::testing::HasSubstr;
-
-// Attend on the fastest target with one thread, into a poisoned output.
-std::vector<float> RunAttend(const Layer& layer, uint32_t first, uint32_t count, uint32_t seen) {
-  std::vector<AttendBlock> blocks;
-  std::vector<float> out(layer.out_floats(count), std::nanf(""));
-  ThreadPool pool(1);
-  EXPECT_TRUE(Attend(layer.Params(first, count, seen, &blocks, out.data()), &pool).ok());
-  return out;
-}
-
-std::vector<float> RunReference(const Layer& layer, uint32_t first, uint32_t count, uint32_t seen) {
-  std::vector<AttendBlock> blocks;
-  std::vector<float> out(layer.out_floats(count), std::nanf(""));
-  EXPECT_TRUE(reference::Attend(layer.Params(first, count, seen, &blocks, out.data())).ok());
-  return out;
-}
-
-// x R or x R^T in float64.
-std::vector<double> RotateF64(const std::vector<double>& x, const uint16_t* r, bool transpose) {
-  const size_t d = x.size();
-  std::vector<double> y(d, 0.0);
-  for (size_t n = 0; n < d; ++n) {
-    for (size_t k = 0; k < d; ++k) y[n] += x[k] * Bf16ToFloat(r[transpose ? n * d + k : k * d + n]);
-  }
-  return y;
-}
-
-// K and V rows of one KV head over all blocks, as they are stored.
-struct History {
-  std::vector<float> k;
-  std::vector<float> v;
-};
-History LoadHistory(const AttendParams& params, uint32_t kv_head) {
-  const size_t n = size_t{64} * params.head_dim;
-  const PageLayout layout = OneRun(params.head_dim, params.group_size);
-  History history;
-  for (const AttendBlock& block : params.blocks) {
-    const uint8_t* const run = block.page + layout.run_bytes(block.codec) * kv_head;
-    std::vector<float> k(n);
-    std::vector<float> v(n);
-    if (block.codec == Codec::kInt2) {
-      reference::DequantizeRunF32(
-          {.run = run, .dim = params.head_dim, .group_size = params.group_size}, k.data(),
-          v.data());
-    } else {
-      std::vector<uint16_t> rows(2 * n);
-      std::memcpy(rows.data(), run, rows.size() * 2);
-      for (size_t i = 0; i < n; ++i) k[i] = Bf16ToFloat(rows[i]);
-      for (size_t i = 0; i < n; ++i) v[i] = Bf16ToFloat(rows[n + i]);
-    }
-    history.k.insert(history.k.end(), k.begin(), k.end());
-    history.v.insert(history.v.end(), v.begin(), v.end());
-  }
-  return history;
-}
-
-// One row in float64, with the textbook formula.
-std::vector<double> AttendF64(const AttendParams& params, const History& history, uint32_t query,
-                              uint32_t head) {
-  const size_t d = params.head_dim;
-  const uint32_t kv_head = head / (params.query_heads / params.kv_heads);
-  const size_t rotation = params.rotation_heads == 1 ? 0 : kv_head * d * d;
-  const float* const q = params.q + (size_t{query} * params.query_heads + head) * d;
-  const std::vector<double> rotated =
-      RotateF64(std::vector<double>(q, q + d), params.r_k + rotation, false);
-  const size_t tokens = (params.blocks.size() - 1) * 64 + params.last_block_tokens + query;
-  std::vector<double> scores(tokens, 0.0);
-  double max = -std::numeric_limits<double>::infinity();
-  for (size_t t = 0; t < tokens; ++t) {
-    for (size_t c = 0; c < d; ++c) scores[t] += rotated[c] * history.k[t * d + c];
-    scores[t] *= params.softmax_scale;
-    max = std::max(max, scores[t]);
-  }
-  double sum = 0;
-  std::vector<double> o(d, 0.0);
-  for (size_t t = 0; t < tokens; ++t) {
-    const double p = std::exp(scores[t] - max);
-    sum += p;
-    for (size_t c = 0; c < d; ++c) o[c] += p * history.v[t * d + c];
-  }
-  for (double& value : o) value /= sum;
-  return RotateF64(o, params.r_v + rotation, true);
-}
-
-// The largest relative L2 error of a row against float64.
-double WorstError(const Layer& layer, uint32_t count, uint32_t seen) {
-  std::vector<AttendBlock> blocks;
-  std::vector<float> out(layer.out_floats(count), std::nanf(""));
-  const AttendParams params = layer.Params(0, count, seen, &blocks, out.data());
-  ThreadPool pool(1);
-  EXPECT_TRUE(Attend(params, &pool).ok());
-  double worst = 0;
-  for (uint32_t head = 0; head < params.query_heads; ++head) {
-    const History history = LoadHistory(params, head / (params.query_heads / params.kv_heads));
-    for (uint32_t i = 0; i < count; ++i) {
-      const std::vector<double> expected = AttendF64(params, history, i, head);
-      double error = 0;
-      double norm = 0;
-      for (uint32_t c = 0; c < params.head_dim; ++c) {
-        const double got = out[(size_t{i} * params.query_heads + head) * params.head_dim + c];
-        error += (got - expected[c]) * (got - expected[c]);
-        norm += expected[c] * expected[c];
-      }
-      // Not std::max, which lets NaN through.
-      if (!(std::sqrt(error / norm) <= worst)) worst = std::sqrt(error / norm);
-    }
-  }
-  return worst;
-}
 
 TEST(AttendTest, HasTheBitsOfTheScalarTwinForEveryShapeOnEveryTarget) {
   const LayerShape shapes[] = {
@@ -146,7 +38,9 @@ TEST(AttendTest, HasTheBitsOfTheScalarTwinForEveryShapeOnEveryTarget) {
 }
 
 TEST(AttendTest, HasTheBitsOfTheScalarTwinAtEveryKindOfLength) {
-  for (const uint32_t tokens : {1u, 2u, 63u, 64u, 65u, 128u, 319u, 320u, 321u, 449u, 1000u}) {
+  // Spans end at 1,024 and 2,048.
+  for (const uint32_t tokens :
+       {1u, 2u, 63u, 64u, 65u, 128u, 319u, 320u, 321u, 449u, 1000u, 1024u, 1025u, 2500u}) {
     const Layer layer({.query_heads = 6, .kv_heads = 2}, tokens, tokens);
     const uint32_t seen = layer.last_tokens();
     const std::vector<float> expected = RunReference(layer, 0, 1, seen);
@@ -299,6 +193,40 @@ TEST(AttendTest, GroupsOfScaleZeroGiveTheirOffset) {
                     .ok());
   }
   EXPECT_LT(WorstError(layer, 2, 63), 5e-6);
+}
+
+// What the benchmark compares with computes the same thing.
+TEST(PlainAttentionTest, GivesWhatAttendGivesOverBf16Blocks) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    const LayerShape shape{.query_heads = 4, .kv_heads = 1, .head_dim = dim, .group_size = dim};
+    Layer layer(shape, 128, dim);
+    std::vector<AttendBlock> blocks;
+    std::vector<float> expected(layer.out_floats(1));
+    AttendParams params = layer.Params(0, 1, 64, &blocks, expected.data());
+    std::vector<uint16_t> identity(dim * dim);
+    for (uint32_t i = 0; i < dim; ++i) identity[i * dim + i] = FloatToBf16(1.0f);
+    params.r_k = params.r_v = identity.data();
+    ASSERT_TRUE(reference::Attend(params).ok());
+    std::vector<uint16_t> k(128 * dim);
+    std::vector<uint16_t> v(128 * dim);
+    for (size_t b = 0; b < 2; ++b) {
+      std::memcpy(&k[b * 64 * dim], blocks[b].page, 128 * dim);
+      std::memcpy(&v[b * 64 * dim], blocks[b].page + layer.layout().bf16_v_offset(), 128 * dim);
+    }
+    OnEveryTarget([&] {
+      std::vector<float> out(4 * dim);
+      const bool done = AttendPlain({.q = params.q,
+                                     .k = k.data(),
+                                     .v = v.data(),
+                                     .tokens = 128,
+                                     .rows = 4,
+                                     .dim = dim,
+                                     .softmax_scale = params.softmax_scale,
+                                     .out = out.data()});
+      ASSERT_EQ(done, SimdTargetName() != "SCALAR");
+      for (size_t i = 0; done && i < out.size(); ++i) ASSERT_NEAR(out[i], expected[i], 1e-5) << i;
+    });
+  }
 }
 
 TEST(AttendTest, EveryFieldOutOfRangeIsNamed) {

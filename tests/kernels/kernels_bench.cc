@@ -1,5 +1,5 @@
 // Times the CPU kernels on random data and prints one line each (kernels/README.md has the
-// results):
+// results), for one head_dim or for all:
 //   okv_kernels_bench [head_dim]
 #include <algorithm>
 #include <chrono>
@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "tests/kernels/plain_attention.h"
 #include "tests/kernels/support.h"
 
 namespace okv::kernels_test {
@@ -48,6 +49,49 @@ void BenchAttend(uint32_t dim, Codec codec) {
   }
 }
 
+// One query of 4 heads per KV head, on each instruction set: the int2 pages, rotations included,
+// beside plain attention over a bf16 cache.
+void BenchDecode(uint32_t dim, uint32_t tokens) {
+  constexpr uint32_t kHeads = 2;
+  const LayerShape shape{
+      .query_heads = 4 * kHeads, .kv_heads = kHeads, .head_dim = dim, .group_size = dim};
+  Layer layer(shape, 0, 1);
+  Lcg lcg(2);
+  for (uint32_t b = 0; b < tokens / kBlockTokens; ++b) layer.AddPage(Codec::kInt2, &lcg);
+  const std::vector<uint16_t> cache =
+      RandomBf16(&lcg, size_t{2} * kHeads * tokens * dim, 1.0f);  // [head][K, V][token][dim]
+  std::vector<AttendBlock> blocks;
+  std::vector<float> out(layer.out_floats(1));
+  const AttendParams params = layer.Params(0, 1, 64, &blocks, out.data());
+  ThreadPool pool(1);
+  for (const int64_t target : SimdTargetsForTest()) {
+    SetSimdTargetForTest(target);
+    bool has_plain = true;
+    const double plain_us = BestMicros([&] {
+      for (uint32_t head = 0; head < kHeads; ++head) {
+        const uint16_t* const k = cache.data() + size_t{2} * head * tokens * dim;
+        has_plain &= AttendPlain({.q = params.q + size_t{4} * head * dim,
+                                  .k = k,
+                                  .v = k + size_t{tokens} * dim,
+                                  .tokens = tokens,
+                                  .rows = 4,
+                                  .dim = dim,
+                                  .softmax_scale = params.softmax_scale,
+                                  .out = out.data() + size_t{4} * head * dim});
+      }
+    });
+    if (!has_plain) continue;  // The scalar twins.
+    const double int2_us = BestMicros([&] { (void)Attend(params, &pool); });
+    std::printf(
+        "decode, 4 heads per KV head, %6u tokens, %-7s: int2 %.2f, plain fp32 over bf16 %.2f ns "
+        "per "
+        "token and KV head\n",
+        tokens, std::string(SimdTargetName()).c_str(), int2_us * 1e3 / (tokens * kHeads),
+        plain_us * 1e3 / (tokens * kHeads));
+  }
+  SetSimdTargetForTest(0);
+}
+
 void BenchRun(uint32_t dim) {
   Lcg lcg(3);
   const std::vector<uint16_t> rows = RandomBf16(&lcg, 2 * 64 * dim, 1.0f);
@@ -78,14 +122,19 @@ void BenchRun(uint32_t dim) {
 }  // namespace okv::kernels_test
 
 int main(int argc, char** argv) {
-  const uint32_t dim = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 64;
-  if (dim != 64 && dim != 128 && dim != 256) {
+  const uint32_t only = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 0;
+  if (argc > 1 && only != 64 && only != 128 && only != 256) {
     std::fprintf(stderr, "head_dim is 64, 128 or 256\n");
     return 2;
   }
-  std::printf("head_dim %u, one thread, %s\n", dim, std::string(okv::SimdTargetName()).c_str());
-  okv::kernels_test::BenchAttend(dim, okv::Codec::kInt2);
-  okv::kernels_test::BenchAttend(dim, okv::Codec::kBf16);
-  okv::kernels_test::BenchRun(dim);
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    if (argc > 1 && dim != only) continue;
+    std::printf("head_dim %u, one thread, %s\n", dim, std::string(okv::SimdTargetName()).c_str());
+    okv::kernels_test::BenchDecode(dim, 4096);
+    okv::kernels_test::BenchDecode(dim, 32768);
+    okv::kernels_test::BenchAttend(dim, okv::Codec::kInt2);
+    okv::kernels_test::BenchAttend(dim, okv::Codec::kBf16);
+    okv::kernels_test::BenchRun(dim);
+  }
   return 0;
 }

@@ -155,9 +155,9 @@ TEST_F(DequantizeCudaTest, WritesTheCacheLayoutsOfEngines) {
   for (const int64_t page_tokens : {16, 32, 64, 128}) {
     const int64_t used = 256 / page_tokens;
     const int64_t pages_count = used + 3;
-    std::vector<int32_t> page_table;
+    std::vector<int32_t> page_table;  // No page twice: none of the counts is a multiple of 3.
     for (int64_t i = 0; i < used; ++i) {
-      page_table.push_back(static_cast<int32_t>((i * 5 + 2) % pages_count));
+      page_table.push_back(static_cast<int32_t>((i * 3 + 2) % pages_count));
     }
     const OnDevice<int32_t> table(page_table);
     for (const CacheLayout& layout : LayoutsOf(page_tokens, c.heads, c.dim)) {
