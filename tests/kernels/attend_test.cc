@@ -76,9 +76,15 @@ TEST(AttendTest, AgreesWithFloat64ForEveryHeadDim) {
 }
 
 TEST(AttendTest, AgreesWithFloat64WhenScoresArePeaky) {
-  // Queries 40 times as large: scores of +-100 or more, a softmax of nearly one token.
-  const Layer layer({}, 700, 5, 40.0f);
-  EXPECT_LT(WorstError(layer, 3, layer.last_tokens()), 1e-3);
+  // Queries 40 times as large, scores of +-300: a softmax of one token or two. And 10 times, where
+  // several compete: an error of 2^-16 of a query's largest element is 5e-4 of a probability.
+  for (const float q_scale : {40.0f, 10.0f}) {
+    const Layer layer({}, 700, 5, q_scale);
+    EXPECT_LT(WorstError(layer, 3, layer.last_tokens()), 1e-3) << q_scale;
+    const Layer wide({.query_heads = 8, .kv_heads = 2, .head_dim = 128, .group_size = 128}, 1300, 6,
+                     q_scale / 4);
+    EXPECT_LT(WorstError(wide, 3, wide.last_tokens()), 1e-3) << q_scale;
+  }
   // And flat ones: queries of nearly nothing.
   const Layer flat({}, 700, 5, 1e-4f);
   EXPECT_LT(WorstError(flat, 3, flat.last_tokens()), kInt2Error);
