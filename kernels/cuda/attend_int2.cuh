@@ -65,17 +65,11 @@ __device__ __forceinline__ void WarpSums<T>::Keys(const UnitSlots<T>& slots,
       for (int v = 0; v < kValues; ++v) {
         const int r = v / T::kLaneRows;
         const int a = v % T::kLaneRows;
-        const int high_part = T::kLaneRows == 1 ? 0 : a / 2 * 2;
-        const int low_part = T::kLaneRows == 1 ? 0 : high_part + 1;
-        const int high = T::kLaneRows == 1 ? 2 * r : 2 * r + a % 2;
-        const int low = T::kLaneRows == 1 ? high + 1 : high;
-        if (T::kGroups == 1) {
-          total[group][v] = sums[0][high_part][high] * 256 + sums[0][low_part][low];
-        } else {
-          const int weight = group < T::kGroups / 2 ? 16 : 1;
-          total[group][v] =
-              (sums[group][high_part][high] * 256 + sums[group][low_part][low]) * weight;
-        }
+        const int high = sums[group][T::HighMatrix(a)][T::HighElement(r, a)];
+        const int low = sums[group][T::LowMatrix(a)][T::LowElement(r, a)];
+        // Without nesting, the groups of slots 0 and 1 weigh a sixteenth.
+        const int weight = T::kGroups > 1 && group < T::kGroups / 2 ? 16 : 1;
+        total[group][v] = (high * 256 + low) * weight;
       }
     }
 #pragma unroll
@@ -320,12 +314,9 @@ __device__ __forceinline__ void WarpSums<T>::AddValues(
       for (int v = 0; v < kValues; ++v) {
         const int r = v / T::kLaneRows;
         const int a = v % T::kLaneRows;
-        const int high_part = T::kLaneRows == 1 ? 0 : a / 2 * 2;
-        const int low_part = T::kLaneRows == 1 ? 0 : high_part + 1;
-        const int high = T::kLaneRows == 1 ? 2 * r : 2 * r + a % 2;
-        const int low = T::kLaneRows == 1 ? high + 1 : high;
-        const float sum = fmaf(__int_as_float(sums[j][high_part][high]) - 8388608.0f, 256.0f,
-                               __int_as_float(sums[j][low_part][low]));
+        const int high = sums[j][T::HighMatrix(a)][T::HighElement(r, a)];
+        const int low = sums[j][T::LowMatrix(a)][T::LowElement(r, a)];
+        const float sum = fmaf(__int_as_float(high) - 8388608.0f, 256.0f, __int_as_float(low));
         constexpr float kSlotWeight[4] = {1.0f, 1.0f / 4, 1.0f / 16, 1.0f / 64};
         float& output = output_[4 * hg + j][v];
         output = fmaf(sum, T::kNested ? weight[a] : weight[a] * kSlotWeight[j], output);

@@ -68,6 +68,20 @@ struct Tile {
   __device__ __forceinline__ static int LowColumn(int row) {
     return kLaneRows == 1 ? 2 * row + 1 : (row >> 3) * 16 + 8 + (row & 7);
   }
+  // Where the sums of a lane's a-th row and of key row_ + 8 r are in the results of the matrix
+  // instructions, [matrix][element]: the high part; the low one is LowMatrix, LowElement.
+  __device__ __forceinline__ static constexpr int HighMatrix(int a) {
+    return kLaneRows == 1 ? 0 : a / 2 * 2;
+  }
+  __device__ __forceinline__ static constexpr int LowMatrix(int a) {
+    return kLaneRows == 1 ? 0 : a / 2 * 2 + 1;
+  }
+  __device__ __forceinline__ static constexpr int HighElement(int r, int a) {
+    return kLaneRows == 1 ? 2 * r : 2 * r + a % 2;
+  }
+  __device__ __forceinline__ static constexpr int LowElement(int r, int a) {
+    return kLaneRows == 1 ? 2 * r + 1 : 2 * r + a % 2;
+  }
   // The first channel of channel tile i, the order of value codes in a run.
   __device__ __forceinline__ static constexpr int ChannelOf(int i) {
     return kDim / 4 * (i & 3) + 16 * (i >> 2);

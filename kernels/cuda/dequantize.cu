@@ -53,31 +53,10 @@ __global__ __launch_bounds__(kRowWarpsMax<kDim> * 32, kRowBlocksPerSm<kDim>) voi
   }
 }
 
-template <int kDim, int kGroups>
-cudaError_t Launch(const DequantizePagesParams& params, const RowGrid& grid, cudaStream_t stream) {
-  if (params.rotations.k == nullptr) {
-    return LaunchRows<kDim, false>(DequantizeKernel<kDim, kGroups, false>, params, grid, stream);
-  }
-  return LaunchRows<kDim, true>(DequantizeKernel<kDim, kGroups, true>, params, grid, stream);
-}
-
-template <int kDim>
-cudaError_t LaunchGroups(const DequantizePagesParams& params, const RowGrid& grid,
-                         cudaStream_t stream) {
-  switch (kDim / params.group_size) {
-    case 1:
-      return Launch<kDim, 1>(params, grid, stream);
-    case 2:
-      return Launch<kDim, 2>(params, grid, stream);
-    case 4:
-      if constexpr (kDim >= 128) return Launch<kDim, 4>(params, grid, stream);
-      break;
-    case 8:
-      if constexpr (kDim >= 256) return Launch<kDim, 8>(params, grid, stream);
-      break;
-  }
-  return cudaErrorInvalidValue;
-}
+template <int kDim, int kGroups, bool kRotates>
+struct DequantizeInstance {
+  static constexpr auto kFunction = DequantizeKernel<kDim, kGroups, kRotates>;
+};
 
 }  // namespace
 
@@ -95,11 +74,11 @@ cudaError_t DequantizePages(const DequantizePagesParams& params, cudaStream_t st
                         .block_tiles = 0};
   switch (params.head_dim) {
     case 64:
-      return LaunchGroups<64>(params, grid, stream);
+      return LaunchGroups<64, DequantizeInstance>(params, grid, stream);
     case 128:
-      return LaunchGroups<128>(params, grid, stream);
+      return LaunchGroups<128, DequantizeInstance>(params, grid, stream);
     default:
-      return LaunchGroups<256>(params, grid, stream);
+      return LaunchGroups<256, DequantizeInstance>(params, grid, stream);
   }
 }
 

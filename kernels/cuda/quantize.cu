@@ -115,31 +115,10 @@ __global__ __launch_bounds__(kRowWarpsMax<kDim> * 32, kRowBlocksPerSm<kDim>) voi
   }
 }
 
-template <int kDim, int kGroups>
-cudaError_t Launch(const QuantizePagesParams& params, const RowGrid& grid, cudaStream_t stream) {
-  if (params.rotations.k == nullptr) {
-    return LaunchRows<kDim, false>(QuantizeKernel<kDim, kGroups, false>, params, grid, stream);
-  }
-  return LaunchRows<kDim, true>(QuantizeKernel<kDim, kGroups, true>, params, grid, stream);
-}
-
-template <int kDim>
-cudaError_t LaunchGroups(const QuantizePagesParams& params, const RowGrid& grid,
-                         cudaStream_t stream) {
-  switch (kDim / params.group_size) {
-    case 1:
-      return Launch<kDim, 1>(params, grid, stream);
-    case 2:
-      return Launch<kDim, 2>(params, grid, stream);
-    case 4:
-      if constexpr (kDim >= 128) return Launch<kDim, 4>(params, grid, stream);
-      break;
-    case 8:
-      if constexpr (kDim >= 256) return Launch<kDim, 8>(params, grid, stream);
-      break;
-  }
-  return cudaErrorInvalidValue;
-}
+template <int kDim, int kGroups, bool kRotates>
+struct QuantizeInstance {
+  static constexpr auto kFunction = QuantizeKernel<kDim, kGroups, kRotates>;
+};
 
 }  // namespace
 
@@ -158,11 +137,11 @@ cudaError_t QuantizePages(const QuantizePagesParams& params, cudaStream_t stream
                         .block_tiles = 0};
   switch (params.head_dim) {
     case 64:
-      return LaunchGroups<64>(params, grid, stream);
+      return LaunchGroups<64, QuantizeInstance>(params, grid, stream);
     case 128:
-      return LaunchGroups<128>(params, grid, stream);
+      return LaunchGroups<128, QuantizeInstance>(params, grid, stream);
     default:
-      return LaunchGroups<256>(params, grid, stream);
+      return LaunchGroups<256, QuantizeInstance>(params, grid, stream);
   }
 }
 

@@ -135,6 +135,30 @@ cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const Params& params, Ro
   return cudaGetLastError();
 }
 
+// Launches Kernel<kDim, kGroups, whether rows are rotated>::kFunction for the groups of `params`.
+template <int kDim, template <int, int, bool> class Kernel, class Params>
+cudaError_t LaunchGroups(const Params& params, const RowGrid& grid, cudaStream_t stream) {
+  const auto launch = [&]<int kGroups>() {
+    if (params.rotations.k == nullptr) {
+      return LaunchRows<kDim, false>(Kernel<kDim, kGroups, false>::kFunction, params, grid, stream);
+    }
+    return LaunchRows<kDim, true>(Kernel<kDim, kGroups, true>::kFunction, params, grid, stream);
+  };
+  switch (kDim / params.group_size) {
+    case 1:
+      return launch.template operator()<1>();
+    case 2:
+      return launch.template operator()<2>();
+    case 4:
+      if constexpr (kDim >= 128) return launch.template operator()<4>();
+      break;
+    case 8:
+      if constexpr (kDim >= 256) return launch.template operator()<8>();
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace okv::cuda
 
 #endif  // OKV_KERNELS_CUDA_ROW_LAUNCH_CUH_
