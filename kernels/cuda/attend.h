@@ -88,7 +88,9 @@ size_t DecodeWorkspaceBytes(const DecodeShape& shape);
 // Attention of one layer: q R_K, INT2 and BF16 pages, online softmax, merge, output times R_V^T, in
 // one launch. Queues the kernel on `stream` and returns without waiting. cudaErrorInvalidValue for
 // an unsupported shape or a misaligned pointer. REQUIRES: PlanDecode() with the same shape and
-// lengths came before on the stream. Two calls may not run at once on one workspace.
+// lengths came before on the stream. Two calls may not run at once on one workspace. A device that
+// gives a thread block 163 KiB instead of 227 (sm_80) has no room for head_dim 256 with more than 4
+// query rows a KV head: cudaErrorInvalidValue.
 [[nodiscard]] cudaError_t Attend(const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace okv::cuda

@@ -12,8 +12,8 @@ namespace okv::cuda {
 template <class T>
 class Ring {
  public:
-  static constexpr int kUnits = RingUnits<T>();
-  static_assert(kUnits >= 1);
+  // Where not even one fits, LaunchTile() refuses.
+  static constexpr int kUnits = RingUnits<T>() > 0 ? RingUnits<T>() : 1;
 
   __device__ __forceinline__ Ring(const AttendKernelParams& params, const BlockPlan& block,
                                   Shared<T>* shared)
