@@ -131,9 +131,14 @@ class ServeTest : public testing::Test {
     EXPECT_EQ(delivered.object_header, object.header().Encode());
     EXPECT_EQ(delivered.payload, object.payload);
   }
-  // Nothing of an unfinished or refused put is left.
+  // Nothing of an unfinished or refused put is left, once its extent, claim and pin are given back:
+  // one after the other, on the node's thread.
   void ExpectNothingStored() {
-    EXPECT_TRUE(WaitUntil([this] { return node_.storage->pool()->used_bytes() == 0; }));
+    EXPECT_TRUE(WaitUntil([this] {
+      const TableStats now = node_.storage->table()->stats();
+      return node_.storage->pool()->used_bytes() == 0 && now.claims_count == 0 &&
+             now.pins_count == 0;
+    }));
     const TableStats stats = node_.storage->table()->stats();
     EXPECT_EQ(stats.objects_count, 0u);
     EXPECT_EQ(stats.claims_count, 0u);
