@@ -61,25 +61,7 @@ struct DequantizeInstance {
 }  // namespace
 
 cudaError_t DequantizePages(const DequantizePagesParams& params, cudaStream_t stream) {
-  if (!IsRowShape(params.layers_count, params.kv_heads, params.head_dim) ||
-      !IsGroupSize(params.group_size, params.head_dim) || params.blocks_count > kRowBlocksMax ||
-      !AreRows(params.k) || !AreRows(params.v) || !IsMap(params.tokens) ||
-      !AreRotations(params.rotations, params.kv_heads) || !ArePages(params.pages)) {
-    return cudaErrorInvalidValue;
-  }
-  const RowGrid grid = {.layers_count = params.layers_count,
-                        .kv_heads = params.kv_heads,
-                        .halves = 2,
-                        .tiles = params.blocks_count * kTilesPerBlock,
-                        .block_tiles = 0};
-  switch (params.head_dim) {
-    case 64:
-      return LaunchGroups<64, DequantizeInstance>(params, grid, stream);
-    case 128:
-      return LaunchGroups<128, DequantizeInstance>(params, grid, stream);
-    default:
-      return LaunchGroups<256, DequantizeInstance>(params, grid, stream);
-  }
+  return LaunchPages<DequantizeInstance>(params, stream);
 }
 
 }  // namespace okv::cuda

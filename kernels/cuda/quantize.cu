@@ -123,26 +123,8 @@ struct QuantizeInstance {
 }  // namespace
 
 cudaError_t QuantizePages(const QuantizePagesParams& params, cudaStream_t stream) {
-  if (!IsRowShape(params.layers_count, params.kv_heads, params.head_dim) ||
-      !IsGroupSize(params.group_size, params.head_dim) || params.blocks_count > kRowBlocksMax ||
-      !AreRows(params.k) || !AreRows(params.v) || !IsMap(params.tokens) ||
-      !AreRotations(params.rotations, params.kv_heads) || !ArePages(params.pages) ||
-      params.bad_row == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  const RowGrid grid = {.layers_count = params.layers_count,
-                        .kv_heads = params.kv_heads,
-                        .halves = 2,
-                        .tiles = params.blocks_count * kTilesPerBlock,
-                        .block_tiles = 0};
-  switch (params.head_dim) {
-    case 64:
-      return LaunchGroups<64, QuantizeInstance>(params, grid, stream);
-    case 128:
-      return LaunchGroups<128, QuantizeInstance>(params, grid, stream);
-    default:
-      return LaunchGroups<256, QuantizeInstance>(params, grid, stream);
-  }
+  if (params.bad_row == nullptr) return cudaErrorInvalidValue;
+  return LaunchPages<QuantizeInstance>(params, stream);
 }
 
 }  // namespace okv::cuda

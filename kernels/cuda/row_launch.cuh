@@ -159,6 +159,31 @@ cudaError_t LaunchGroups(const Params& params, const RowGrid& grid, cudaStream_t
   return cudaErrorInvalidValue;
 }
 
+// A kernel over rows and int2 pages (QuantizePagesParams, DequantizePagesParams): checks, then
+// launches the instance of `params`. cudaErrorInvalidValue for what is not supported.
+template <template <int, int, bool> class Kernel, class Params>
+cudaError_t LaunchPages(const Params& params, cudaStream_t stream) {
+  if (!IsRowShape(params.layers_count, params.kv_heads, params.head_dim) ||
+      !IsGroupSize(params.group_size, params.head_dim) || params.blocks_count > kRowBlocksMax ||
+      !AreRows(params.k) || !AreRows(params.v) || !IsMap(params.tokens) ||
+      !AreRotations(params.rotations, params.kv_heads) || !ArePages(params.pages)) {
+    return cudaErrorInvalidValue;
+  }
+  const RowGrid grid = {.layers_count = params.layers_count,
+                        .kv_heads = params.kv_heads,
+                        .halves = 2,
+                        .tiles = params.blocks_count * kTilesPerBlock,
+                        .block_tiles = 0};
+  switch (params.head_dim) {
+    case 64:
+      return LaunchGroups<64, Kernel>(params, grid, stream);
+    case 128:
+      return LaunchGroups<128, Kernel>(params, grid, stream);
+    default:
+      return LaunchGroups<256, Kernel>(params, grid, stream);
+  }
+}
+
 }  // namespace okv::cuda
 
 #endif  // OKV_KERNELS_CUDA_ROW_LAUNCH_CUH_
