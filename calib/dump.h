@@ -13,13 +13,18 @@
 
 namespace okv {
 
-// A calibration dump is a directory with one safetensors file a layer, layer_<id>.safetensors:
+// A calibration dump is a directory. Ours has one safetensors file a layer, layer_<id>.safetensors:
 //   q         [tokens, query_heads, head_dim] BF16 or F32, post-RoPE
 //   k         [tokens, kv_heads, head_dim]    BF16 or F32, post-RoPE
 //   v         [tokens, kv_heads, head_dim]    BF16 or F32
 //   seq_lens  [sequences]                     I32, U32 or I64; they sum to tokens
 //   __metadata__: model, weights_revision, text_source, layer (this file's id), layer_ids (all ids
 //   of the dump, ascending, joined by commas: how a reader knows that no file is missing)
+// Two more layouts are read, and not written; neither says model or revision (DumpNames):
+//   layer_<id>/{q,k,v,seq_lens}/<n>.pt: tensors of torch.save as above, one of each kind for every
+//     batch of a prefill, n counting up; q, k, v of Float, BFloat16 or Half, seq_lens of Int or
+//     Long. What the OSCAR project's engine dumps. A sequence does not reach over files.
+//   layer_<id>_{q,k,v}.npy, seq_lens.npy: arrays of numpy.save as above, of the types of npy.h.
 // All layers hold the same tokens.
 
 // What a dump is of. A plain value.
@@ -35,6 +40,12 @@ struct DumpInfo {
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
   bool operator==(const DumpInfo&) const = default;
+};
+
+// What a dump is of, told by who reads it. A plain value.
+struct DumpNames {
+  std::string model;
+  std::string weights_revision;
 };
 
 // Post-RoPE rows of consecutive tokens of one layer.
@@ -99,28 +110,37 @@ struct LayerDump {
                      uint32_t group) const;
 };
 
-// Reads a dump layer by layer: memory is bounded by one layer. Thread-compatible.
+class DumpLayer;
+struct DumpLayerSource;
+
+// Reads a dump layer by layer: memory is bounded by one layer and one file. Thread-compatible.
 class DumpReader {
  public:
-  // Checks every file's header, so that a bad dump fails before the work starts. kNotFound: no
-  // directory, no layer file, or a layer of layer_ids without its file. kDataLoss: a truncated
-  // file. kInvalidArgument naming file and thing: not safetensors, a tensor or field missing, a
-  // wrong dtype or shape, heads that do not divide. kFailedPrecondition: layers that differ in
-  // geometry, tokens, sequences, model or revision.
-  static absl::StatusOr<DumpReader> Open(const std::string& directory);
+  // Checks every file's header, so that a bad dump fails before the work starts. `names` is needed
+  // where the layout does not say them; where it does, those given must be the same. kNotFound: no
+  // directory, no layer, a layer of layer_ids or a part of a layer without its file. kDataLoss: a
+  // truncated file. kInvalidArgument naming file and thing: another kind of file, layers of two
+  // layouts, a tensor, field or name missing, a wrong dtype or shape, heads that do not divide.
+  // kFailedPrecondition: layers that differ in geometry, tokens, sequences, model or revision.
+  static absl::StatusOr<DumpReader> Open(const std::string& directory, const DumpNames& names = {});
+  DumpReader(DumpReader&&) noexcept;
+  ~DumpReader();
 
   const DumpInfo& info() const { return info_; }
   uint32_t tokens_count() const { return tokens_count_; }
   const std::vector<uint32_t>& sequence_lengths() const { return sequence_lengths_; }
 
   // Reads layer info().layer_ids[position]. kInvalidArgument naming layer, tensor, token and head
-  // of the first NaN or Inf; otherwise as Open, should the file have changed.
+  // of the first NaN or Inf; kDataLoss naming the file whose checksum does not match; otherwise as
+  // Open, should a file have changed.
   absl::StatusOr<LayerDump> ReadLayer(uint32_t position) const;
 
  private:
-  explicit DumpReader(std::string directory) : directory_(std::move(directory)) {}
+  explicit DumpReader(DumpLayerSource source);
+  absl::StatusOr<std::unique_ptr<DumpLayer>> OpenLayer(uint32_t layer_id) const;
+  absl::Status CheckSame(const DumpLayer& layer) const;
 
-  std::string directory_;
+  std::unique_ptr<const DumpLayerSource> source_;
   DumpInfo info_;
   uint32_t tokens_count_ = 0;
   std::vector<uint32_t> sequence_lengths_;

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "calib/choose.h"
 #include "calib/covariance.h"
 #include "calib/linalg.h"
+#include "calib/search.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -38,6 +39,10 @@ constexpr absl::string_view kKeyObjectives[] = {"auto", "qqt", "kkt", "offset"};
 constexpr double kClipRatios[] = {0,    0.98, 0.96, 0.94, 0.92, 0.90, 0.88,
                                   0.86, 0.84, 0.82, 0.80, 0.78, 0.76};
 
+// Of blocks of queries.
+constexpr uint32_t kWeightsStride = 2;
+constexpr uint32_t kJudgeStride = 3;
+
 uint32_t ClipRank(double ratio, uint32_t head_dim) {
   return static_cast<uint32_t>(std::floor(ratio * head_dim));
 }
@@ -53,14 +58,13 @@ absl::Status CheckClip(absl::string_view name, double ratio, uint32_t head_dim) 
   return absl::OkStatus();
 }
 
-// Without repeats: ratios fall together where head_dim is small.
+// Without repeats: ratios fall together where head_dim is small. Ascending.
 std::vector<uint32_t> ClipRanks(const std::optional<double>& ratio, uint32_t head_dim) {
   if (ratio.has_value()) return {ClipRank(*ratio, head_dim)};
   std::vector<uint32_t> ranks;
-  for (const double one : kClipRatios) {
-    const uint32_t rank = ClipRank(one, head_dim);
-    if (ranks.empty() || ranks.back() != rank) ranks.push_back(rank);
-  }
+  for (const double one : kClipRatios) ranks.push_back(ClipRank(one, head_dim));
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   return ranks;
 }
 
@@ -70,49 +74,6 @@ Matrix Identity(uint32_t dim) {
   return identity;
 }
 
-// The held-out tokens over which whole attention is computed.
-SequenceRange ClipRange(const TokenSplit& split, const FitOptions& options) {
-  SequenceRange range = split.held_out_range;
-  range.tokens_count = std::min(range.tokens_count, options.clip_tokens);
-  return range;
-}
-
-// Fits one layer's rotations by kOscar. Lives for one call. Thread-compatible.
-class OscarFit {
- public:
-  OscarFit(const LayerDump& layer, const FitOptions& options,
-           const std::vector<Matrix>& query_covariance, ThreadPool* pool)
-      : layer_(layer),
-        options_(options),
-        query_covariance_(query_covariance),
-        pool_(pool),
-        shared_(options.scope == RotationScope::kLayer),
-        split_(SplitTokens(layer.sequence_lengths, options.row_tokens)) {}
-
-  // Errors as FitLayer.
-  absl::Status Run(FittedLayer* fitted);
-
- private:
-  // One covariance a rotation, from one a KV head.
-  std::vector<Matrix> Scoped(const std::vector<Matrix>& per_head) const {
-    return shared_ ? std::vector<Matrix>{MeanMatrix(per_head)} : per_head;
-  }
-  absl::StatusOr<std::vector<Matrix>> ValueCovariance(const std::vector<Matrix>& c_q) const;
-  absl::StatusOr<std::vector<Matrix>> KeyBases(const Matrix& c_q, const Matrix& c_k) const;
-  // The objectives that KeyBases lists bases for.
-  std::vector<KeyObjective> KeyObjectives() const;
-  // The heads that share rotation `index`, with their rows.
-  std::vector<HeadRows> Heads(size_t index, KvTensor tensor) const;
-
-  const LayerDump& layer_;
-  const FitOptions& options_;
-  const std::vector<Matrix>& query_covariance_;  // One per KV head.
-  ThreadPool* const pool_;
-  const bool shared_;
-  const TokenSplit split_;
-  std::vector<double> effective_tokens_;  // One per KV head; empty without a sign fit.
-};
-
 absl::StatusOr<EigenSystem> EigenOf(const Matrix& covariance, absl::string_view what,
                                     uint32_t dim) {
   if (std::all_of(covariance.begin(), covariance.end(), [](double x) { return x == 0; })) {
@@ -121,7 +82,58 @@ absl::StatusOr<EigenSystem> EigenOf(const Matrix& covariance, absl::string_view 
   return SymmetricEigen(covariance, dim);
 }
 
-absl::StatusOr<std::vector<Matrix>> OscarFit::ValueCovariance(
+// Fits one layer's rotations and clip ranks. Lives for one call. Thread-compatible.
+class LayerFit {
+ public:
+  LayerFit(const LayerDump& layer, const FitOptions& options,
+           const std::vector<Matrix>& query_covariance, ThreadPool* pool)
+      : layer_(layer),
+        options_(options),
+        query_covariance_(query_covariance),
+        pool_(pool),
+        shared_(options.scope == RotationScope::kLayer),
+        windows_(SplitWindows(layer.sequence_lengths, options.fit_windows, options.judge_windows)) {
+  }
+
+  // Errors as FitLayer.
+  absl::Status Run(FittedLayer* fitted);
+
+ private:
+  // A rotation's starts, before anything is judged.
+  struct Starts {
+    std::vector<Matrix> keys;
+    std::vector<Matrix> values;
+  };
+
+  // One covariance a rotation, from one a KV head.
+  std::vector<Matrix> Scoped(const std::vector<Matrix>& per_head) const {
+    return shared_ ? std::vector<Matrix>{MeanMatrix(per_head)} : per_head;
+  }
+  absl::StatusOr<std::vector<Matrix>> ValueCovariance(const std::vector<Matrix>& c_q) const;
+  absl::StatusOr<std::vector<Matrix>> KeyBases(const Matrix& c_q, const Matrix& c_k) const;
+  // The objectives that KeyBases lists bases for.
+  std::vector<KeyObjective> KeyObjectives() const;
+  // One for each unit: a KV head, or all of them.
+  absl::StatusOr<std::vector<Starts>> AllStarts() const;
+  void ReadHistories();
+  // Task 2 i is unit i's K, task 2 i + 1 its V.
+  absl::StatusOr<FoundRotation> Find(const std::vector<Starts>& starts, size_t task) const;
+  void Report(const std::vector<FoundRotation>& found, FittedLayer* fitted) const;
+  // Fills the report's promises.
+  absl::Status Promise(FittedLayer* fitted) const;
+
+  const LayerDump& layer_;
+  const FitOptions& options_;
+  const std::vector<Matrix>& query_covariance_;  // One per KV head.
+  ThreadPool* const pool_;
+  const bool shared_;
+  const HistoryWindows windows_;
+  std::vector<std::unique_ptr<HeadHistory>> fit_;    // One per KV head.
+  std::vector<std::unique_ptr<HeadHistory>> judge_;  // The same.
+  std::vector<HeadWeights> weights_;                 // Of fit_.
+};
+
+absl::StatusOr<std::vector<Matrix>> LayerFit::ValueCovariance(
     const std::vector<Matrix>& c_q) const {
   const std::vector<SequenceRange> ranges =
       SampleSequences(layer_.sequence_lengths, options_.value_sample);
@@ -140,12 +152,12 @@ absl::StatusOr<std::vector<Matrix>> OscarFit::ValueCovariance(
                         : EnergyValueCovariance(layer_, c_q, pool_));
 }
 
-std::vector<KeyObjective> OscarFit::KeyObjectives() const {
+std::vector<KeyObjective> LayerFit::KeyObjectives() const {
   if (options_.key_objective != KeyObjective::kAuto) return {options_.key_objective};
   return {KeyObjective::kQqt, KeyObjective::kKkt, KeyObjective::kOffset};
 }
 
-absl::StatusOr<std::vector<Matrix>> OscarFit::KeyBases(const Matrix& c_q, const Matrix& c_k) const {
+absl::StatusOr<std::vector<Matrix>> LayerFit::KeyBases(const Matrix& c_q, const Matrix& c_k) const {
   const uint32_t dim = layer_.head_dim;
   OKV_ASSIGN_OR_RETURN(const EigenSystem queries, EigenOf(c_q, "queries", dim));
   std::vector<Matrix> bases;
@@ -166,104 +178,118 @@ absl::StatusOr<std::vector<Matrix>> OscarFit::KeyBases(const Matrix& c_q, const 
   return bases;
 }
 
-std::vector<HeadRows> OscarFit::Heads(size_t index, KvTensor tensor) const {
-  const uint32_t first = shared_ ? 0 : static_cast<uint32_t>(index);
-  const uint32_t end = shared_ ? layer_.kv_heads : first + 1;
-  std::vector<HeadRows> heads;
-  for (uint32_t head = first; head < end; ++head) {
-    const RowObjective objective =
-        tensor == KvTensor::kKeys
-            ? RowObjective{.weight = query_covariance_[head], .mean_factor = 0}
-            : RowObjective{.weight = Identity(layer_.head_dim),
-                           .mean_factor = effective_tokens_.empty() ? 1 : effective_tokens_[head]};
-    heads.push_back({.fit = GatherSample(layer_, tensor, head, split_.fit),
-                     .held_out = GatherSample(layer_, tensor, head, split_.held_out),
-                     .objective = objective});
-  }
-  return heads;
-}
-
-absl::Status OscarFit::Run(FittedLayer* fitted) {
+absl::StatusOr<std::vector<LayerFit::Starts>> LayerFit::AllStarts() const {
   const uint32_t dim = layer_.head_dim;
+  const size_t units_count = shared_ ? 1 : layer_.kv_heads;
+  if (options_.method != Method::kOscar) {
+    const Matrix one = options_.method == Method::kHadamard ? Hadamard(dim) : Identity(dim);
+    return std::vector<Starts>(units_count, Starts{.keys = {one}, .values = {one}});
+  }
   const std::vector<Matrix> c_q = Scoped(query_covariance_);
   OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> c_v, ValueCovariance(c_q));
   const bool keys_read = options_.key_objective != KeyObjective::kQqt;
   const std::vector<Matrix> c_k = keys_read ? Scoped(KeyCovariance(layer_, pool_)) : c_q;
-  if (options_.fit_signs) {
-    effective_tokens_ = EffectiveTokens(layer_, ClipRange(split_, options_), pool_);
-  }
-  // Task 2 i chooses R_K of rotation i, task 2 i + 1 its R_V.
-  const size_t rotations_count = c_q.size();
-  std::vector<absl::StatusOr<RotationChoice>> choices(2 * rotations_count, RotationChoice{});
-  const auto choose = [&](size_t task) -> absl::StatusOr<RotationChoice> {
-    const size_t index = task / 2;
-    ChooseOptions options{.group_size = options_.group_size,
-                          .clip_ranks = ClipRanks(options_.clip_k, dim),
-                          .fit_signs = options_.fit_signs};
-    if (task % 2 == 0) {
-      OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> bases, KeyBases(c_q[index], c_k[index]));
-      return ChooseRotation(bases, Heads(index, KvTensor::kKeys), options);
+  std::vector<Starts> all(units_count);
+  for (size_t unit = 0; unit < units_count; ++unit) {
+    OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> bases, KeyBases(c_q[unit], c_k[unit]));
+    for (const Matrix& basis : bases) {
+      all[unit].keys.push_back(RotationFromEigenvectors(basis, dim));
     }
-    options.clip_ranks = ClipRanks(options_.clip_v, dim);
-    OKV_ASSIGN_OR_RETURN(const EigenSystem values, EigenOf(c_v[index], "values", dim));
-    return ChooseRotation({values.vectors}, Heads(index, KvTensor::kValues), options);
-  };
-  pool_->ParallelFor(choices.size(), [&](size_t task) { choices[task] = choose(task); });
+    OKV_ASSIGN_OR_RETURN(const EigenSystem values, EigenOf(c_v[unit], "values", dim));
+    all[unit].values.push_back(RotationFromEigenvectors(values.vectors, dim));
+  }
+  return all;
+}
 
+void LayerFit::ReadHistories() {
+  fit_.resize(layer_.kv_heads);
+  judge_.resize(layer_.kv_heads);
+  weights_.resize(layer_.kv_heads);
+  pool_->ParallelFor(layer_.kv_heads, [&](size_t head) {
+    const uint32_t index = static_cast<uint32_t>(head);
+    fit_[head] = std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.fit, 0);
+    weights_[head] = fit_[head]->Weights(kWeightsStride);
+    judge_[head] =
+        std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.judge, kJudgeStride);
+  });
+}
+
+absl::StatusOr<FoundRotation> LayerFit::Find(const std::vector<Starts>& starts, size_t task) const {
+  const size_t unit = task / 2;
+  const bool keys = task % 2 == 0;
+  const std::optional<double>& ratio = keys ? options_.clip_k : options_.clip_v;
+  const std::vector<Matrix>& rotations = keys ? starts[unit].keys : starts[unit].values;
+  SearchOptions options{
+      .group_size = options_.group_size,
+      .clip_ranks = ClipRanks(ratio, layer_.head_dim),
+      .refine_steps = options_.method == Method::kOscar ? options_.refine_steps : 0};
+  std::vector<HeadData> heads;
+  for (size_t head = shared_ ? 0 : unit; head < (shared_ ? layer_.kv_heads : unit + 1); ++head) {
+    heads.push_back(
+        {.fit = fit_[head].get(), .weights = &weights_[head], .judge = judge_[head].get()});
+  }
+  const KvTensor tensor = keys ? KvTensor::kKeys : KvTensor::kValues;
+  if (!windows_.judge.empty()) return SearchRotation(rotations, tensor, heads, options);
+  const FitOptions published = FitOptions::Published(options_.method);
+  options.clip_ranks = {
+      ClipRank(ratio.value_or(*(keys ? published.clip_k : published.clip_v)), layer_.head_dim)};
+  options.refine_steps = 0;
+  return SearchRotation({rotations[0]}, tensor, heads, options);
+}
+
+void LayerFit::Report(const std::vector<FoundRotation>& found, FittedLayer* fitted) const {
   LayerRotation& rotation = fitted->rotation;
-  rotation.rotation_heads = static_cast<uint32_t>(rotations_count);
-  for (size_t task = 0; task < choices.size(); ++task) {
-    OKV_RETURN_IF_ERROR(choices[task].status());
-    const RotationChoice& choice = *choices[task];
-    std::vector<uint16_t>& bits = task % 2 == 0 ? rotation.r_k : rotation.r_v;
-    bits.insert(bits.end(), choice.rotation.begin(), choice.rotation.end());
-    fitted->report.signs_kept += choice.signs_kept ? 1 : 0;
-    if (task % 2 == 0) fitted->report.key_objectives.push_back(KeyObjectives()[choice.basis]);
+  LayerReport& report = fitted->report;
+  const bool oscar = options_.method == Method::kOscar;
+  rotation.rotation_heads = oscar && !shared_ ? layer_.kv_heads : 1;
+  for (size_t task = 0; task < found.size(); ++task) {
+    const FoundRotation& one = found[task];
+    const bool keys = task % 2 == 0;
+    std::vector<uint16_t>& bits = keys ? rotation.r_k : rotation.r_v;
+    if (bits.size() < rotation.rotation_heads * one.rotation.size()) {
+      bits.insert(bits.end(), one.rotation.begin(), one.rotation.end());
+    }
+    std::vector<uint32_t>& ranks = keys ? rotation.clip_rank_k : rotation.clip_rank_v;
+    ranks.insert(ranks.end(), shared_ ? layer_.kv_heads : 1, one.clip_rank);
+    SquaredError& judged = keys ? report.judged_k : report.judged_v;
+    judged.Add(one.error);
+    report.refined += one.refined ? 1 : 0;
+    if (oscar && keys) report.key_objectives.push_back(KeyObjectives()[one.start]);
+  }
+}
+
+absl::Status LayerFit::Promise(FittedLayer* fitted) const {
+  if (windows_.judge.empty()) return absl::OkStatus();
+  const LayerRotation& rotation = fitted->rotation;
+  const size_t matrix = size_t{layer_.head_dim} * layer_.head_dim;
+  for (size_t head = 0; head < layer_.kv_heads; ++head) {
+    const size_t offset = rotation.rotation_heads == 1 ? 0 : head * matrix;
+    for (const KvTensor tensor : {KvTensor::kKeys, KvTensor::kValues}) {
+      const bool keys = tensor == KvTensor::kKeys;
+      OKV_ASSIGN_OR_RETURN(
+          const SquaredError one,
+          judge_[head]->CodecError(
+              tensor, {.rotation = (keys ? rotation.r_k : rotation.r_v).data() + offset,
+                       .group_size = options_.group_size,
+                       .clip_rank = (keys ? rotation.clip_rank_k : rotation.clip_rank_v)[head]}));
+      (keys ? fitted->report.promised_k : fitted->report.promised_v).Add(one);
+    }
   }
   return absl::OkStatus();
 }
 
-// The rank of least error on held-out tokens, or the given one. Keys: the error of the logits,
-// which is a sum over rows. The output's error, tried first, is the work of the few keys that the
-// queries of one sequence look at: it took longer, chose ranks from 49 to 60 in neighboring layers,
-// and gave no lower NLL (README.md).
-absl::StatusOr<uint32_t> ChooseKeyClip(const LayerDump& layer, const LayerRotation& rotation,
-                                       const std::vector<Matrix>& query_covariance,
-                                       const FitOptions& options, ThreadPool* pool) {
-  const std::vector<uint32_t> ranks = ClipRanks(options.clip_k, layer.head_dim);
-  if (ranks.size() == 1) return ranks[0];
-  const TokenSplit split = SplitTokens(layer.sequence_lengths, options.row_tokens);
-  std::vector<absl::StatusOr<double>> parts(ranks.size() * layer.kv_heads, 0.0);
-  pool->ParallelFor(parts.size(), [&](size_t task) {
-    const uint32_t head = static_cast<uint32_t>(task % layer.kv_heads);
-    const size_t matrix = rotation.rotation_heads == 1 ? 0 : head;
-    parts[task] =
-        RowError(GatherSample(layer, KvTensor::kKeys, head, split.held_out),
-                 {.rotation = rotation.r_k.data() + matrix * layer.head_dim * layer.head_dim,
-                  .group_size = rotation.group_size,
-                  .clip_rank = ranks[task / layer.kv_heads]},
-                 {.weight = query_covariance[head], .mean_factor = 0});
-  });
-  std::vector<double> errors(ranks.size(), 0.0);
-  for (size_t task = 0; task < parts.size(); ++task) {
-    OKV_RETURN_IF_ERROR(parts[task].status());
-    errors[task / layer.kv_heads] += *parts[task];
+absl::Status LayerFit::Run(FittedLayer* fitted) {
+  OKV_ASSIGN_OR_RETURN(const std::vector<Starts> starts, AllStarts());
+  ReadHistories();
+  std::vector<absl::StatusOr<FoundRotation>> tasks(2 * starts.size(), FoundRotation{});
+  pool_->ParallelFor(tasks.size(), [&](size_t task) { tasks[task] = Find(starts, task); });
+  std::vector<FoundRotation> found;
+  for (absl::StatusOr<FoundRotation>& task : tasks) {
+    OKV_RETURN_IF_ERROR(task.status());
+    found.push_back(*std::move(task));
   }
-  return ranks[static_cast<size_t>(std::min_element(errors.begin(), errors.end()) -
-                                   errors.begin())];
-}
-
-// Values: the error of the output, which is linear in theirs.
-absl::StatusOr<uint32_t> ChooseValueClip(const LayerDump& layer, const LayerRotation& rotation,
-                                         const FitOptions& options, ThreadPool* pool) {
-  const std::vector<uint32_t> ranks = ClipRanks(options.clip_v, layer.head_dim);
-  if (ranks.size() == 1) return ranks[0];
-  const SequenceRange range =
-      ClipRange(SplitTokens(layer.sequence_lengths, options.row_tokens), options);
-  OKV_ASSIGN_OR_RETURN(const std::vector<double> errors,
-                       ValueClipErrors(layer, rotation, range, ranks, pool));
-  return ranks[static_cast<size_t>(std::min_element(errors.begin(), errors.end()) -
-                                   errors.begin())];
+  Report(found, fitted);
+  return Promise(fitted);
 }
 
 absl::StatusOr<FittedLayer> FitUnnamed(const LayerDump& layer, const FitOptions& options,
@@ -274,20 +300,12 @@ absl::StatusOr<FittedLayer> FitUnnamed(const LayerDump& layer, const FitOptions&
                                   .rotation_heads = 1,
                                   .r_k = {},
                                   .r_v = {},
-                                  .clip_rank_k = 0,
-                                  .clip_rank_v = 0},
+                                  .clip_rank_k = {},
+                                  .clip_rank_v = {}},
                      .report = {}};
-  LayerRotation& rotation = fitted.rotation;
   const std::vector<Matrix> query_covariance = QueryCovariance(layer, pool);
-  if (options.method == Method::kOscar) {
-    OKV_RETURN_IF_ERROR(OscarFit(layer, options, query_covariance, pool).Run(&fitted));
-  } else {
-    rotation.r_k = RoundToBf16(options.method == Method::kHadamard ? Hadamard(dim) : Identity(dim));
-    rotation.r_v = rotation.r_k;
-  }
-  OKV_ASSIGN_OR_RETURN(rotation.clip_rank_k,
-                       ChooseKeyClip(layer, rotation, query_covariance, options, pool));
-  OKV_ASSIGN_OR_RETURN(rotation.clip_rank_v, ChooseValueClip(layer, rotation, options, pool));
+  OKV_RETURN_IF_ERROR(LayerFit(layer, options, query_covariance, pool).Run(&fitted));
+  const LayerRotation& rotation = fitted.rotation;
   fitted.report.layer_id = layer.layer_id;
   fitted.report.clip_rank_k = rotation.clip_rank_k;
   fitted.report.clip_rank_v = rotation.clip_rank_v;
@@ -336,9 +354,9 @@ FitOptions FitOptions::Published(Method method) {
   return {.method = method,
           .scope = RotationScope::kLayer,
           .key_objective = KeyObjective::kQqt,
-          .fit_signs = false,
           .clip_k = rotates ? 0.96 : 0.0,
-          .clip_v = rotates ? 0.92 : 0.0};
+          .clip_v = rotates ? 0.92 : 0.0,
+          .refine_steps = 0};
 }
 
 absl::Status FitOptions::Validate(uint32_t head_dim) const {
@@ -348,8 +366,8 @@ absl::Status FitOptions::Validate(uint32_t head_dim) const {
   }
   OKV_RETURN_IF_ERROR(CheckClip("clip_k", clip_k.value_or(0), head_dim));
   OKV_RETURN_IF_ERROR(CheckClip("clip_v", clip_v.value_or(0), head_dim));
-  if (row_tokens == 0) return absl::InvalidArgumentError("row_tokens is 0");
-  if (clip_tokens == 0) return absl::InvalidArgumentError("clip_tokens is 0");
+  if (fit_windows == 0) return absl::InvalidArgumentError("fit_windows is 0");
+  if (judge_windows == 0) return absl::InvalidArgumentError("judge_windows is 0");
   if (value_sample.sequence_tokens_max == 0) {
     return absl::InvalidArgumentError("value_sequence_tokens_max is 0");
   }
@@ -386,8 +404,14 @@ absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions&
     set.rotation_heads = rotation.rotation_heads;
     set.r_k.insert(set.r_k.end(), rotation.r_k.begin(), rotation.r_k.end());
     set.r_v.insert(set.r_v.end(), rotation.r_v.begin(), rotation.r_v.end());
-    set.clip_rank_k.insert(set.clip_rank_k.end(), info.kv_heads, rotation.clip_rank_k);
-    set.clip_rank_v.insert(set.clip_rank_v.end(), info.kv_heads, rotation.clip_rank_v);
+    set.clip_rank_k.insert(set.clip_rank_k.end(), rotation.clip_rank_k.begin(),
+                           rotation.clip_rank_k.end());
+    set.clip_rank_v.insert(set.clip_rank_v.end(), rotation.clip_rank_v.begin(),
+                           rotation.clip_rank_v.end());
+    if (fitted.report.promised_k.signal > 0 && fitted.report.promised_v.signal > 0) {
+      set.promised_error_k.push_back(static_cast<float>(fitted.report.promised_k.ratio()));
+      set.promised_error_v.push_back(static_cast<float>(fitted.report.promised_v.ratio()));
+    }
     result.layers.push_back(fitted.report);
     if (progress) progress(fitted.report);
   }
@@ -396,6 +420,10 @@ absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions&
          SampleSequences(dump.sequence_lengths(), options.value_sample)) {
       result.value_tokens += range.tokens_count;
     }
+  }
+  if (set.promised_error_k.size() < info.layer_ids.size()) {  // A layer of zeros promises nothing.
+    set.promised_error_k.clear();
+    set.promised_error_v.clear();
   }
   OKV_RETURN_IF_ERROR(set.Validate());
   return result;

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "calib/dump.h"
+#include "calib/history.h"
 #include "calib/measure.h"
 #include "kernels/thread_pool.h"
 #include "proto/rotation_set.h"
@@ -17,14 +18,14 @@
 namespace okv {
 
 enum class Method {
-  kOscar,     // U * D * H * P_br, from the dump's covariances.
+  kOscar,     // U * H * P_br from the dump's covariances, refined.
   kHadamard,  // H alone: needs no data, the base line.
   kNone,      // The identity.
 };
 enum class RotationScope { kLayer, kKvHead };
 // Which basis U turns the keys.
 enum class KeyObjective {
-  kAuto,    // Of those below, what errs least on held-out rows; for each rotation.
+  kAuto,    // Of those below, what errs least on held-out text; for each rotation.
   kQqt,     // Eigenvectors of C_Q: the published one.
   kKkt,     // Eigenvectors of the keys' own K^T K.
   kOffset,  // K^T K's first head_dim / group_size, then C_Q's in what is left.
@@ -49,18 +50,19 @@ absl::string_view KeyObjectiveName(KeyObjective objective);
 
 struct FitOptions {
   Method method = Method::kOscar;
+  // What has a rotation of its own (kOscar) and clip ranks of its own (all methods).
   RotationScope scope = RotationScope::kKvHead;
   ValueObjective value_objective = ValueObjective::kSoftmax;
   KeyObjective key_objective = KeyObjective::kAuto;
-  bool fit_signs = true;     // D of kOscar; otherwise D = I.
   uint32_t group_size = 64;  // 32 to head_dim, a power of two.
-  // Clip ratios in [0, 1): the rank is floor(ratio * head_dim), 0 = off. Unset: for each layer what
-  // errs least on held-out tokens, keys by the logits and values by the output; all methods alike.
+  // Clip ratios in [0, 1): the rank is floor(ratio * head_dim), 0 = off. Unset: what errs least in
+  // the outputs over held-out windows, all methods alike.
   std::optional<double> clip_k = std::nullopt;
   std::optional<double> clip_v = std::nullopt;
+  uint32_t refine_steps = 400;  // Of each descent from U * H * P_br, kOscar only; 0: none.
+  uint32_t fit_windows = 9;     // HistoryWindows: windows whose rows are fitted on,
+  uint32_t judge_windows = 3;   // and held-out ones that decide.
   ValueSample value_sample = {};
-  uint32_t row_tokens = 1024;      // Of a layer: rows to fit on, and as many to judge by.
-  uint32_t clip_tokens = 1024;     // Of a layer: held-out tokens that decide an unset clip_v.
   uint32_t measure_tokens = 1024;  // Of a layer, for Int2Errors; 0: not measured.
 
   // The published recipe: one rotation a layer, C_Q's eigenvectors as they are, K 0.96 and V 0.92
@@ -74,11 +76,20 @@ struct FitOptions {
 // What came out for one layer.
 struct LayerReport {
   uint32_t layer_id = 0;
-  double orthogonality_error = 0;            // max |R R^T - I| over the bf16 R_K and R_V.
-  std::vector<KeyObjective> key_objectives;  // As used, one per rotation; kOscar only.
-  uint32_t signs_kept = 0;                   // Of 2 per rotation, K and V.
-  uint32_t clip_rank_k = 0;
-  uint32_t clip_rank_v = 0;
+  double orthogonality_error = 0;  // max |R R^T - I| over the bf16 R_K and R_V.
+  std::vector<KeyObjective>
+      key_objectives;                 // As used or begun from, one per rotation; kOscar only.
+  uint32_t refined = 0;               // Rotations that a descent made better, K and V.
+  std::vector<uint32_t> clip_rank_k;  // [kv_heads]
+  std::vector<uint32_t> clip_rank_v;  // [kv_heads]
+  // Of the outputs over the held-out windows, from INT2 history in one tensor. 0 over 0 when
+  // nothing was left open to be judged.
+  SquaredError judged_k;
+  SquaredError judged_v;
+  // What the codec does to held-out history in the rotated basis, all heads together: what a
+  // rotation set promises. 0 over 0 where there is none.
+  SquaredError promised_k;
+  SquaredError promised_v;
   Int2Errors int2;
 };
 
@@ -87,8 +98,10 @@ struct FittedLayer {
   LayerReport report;
 };
 
-// Fits one layer. kInvalidArgument naming the layer: the options, or fewer tokens than head_dim, so
-// that the covariances would not have full rank (kOscar only), or all queries or values zero.
+// Fits one layer. Where no sequence is long enough for history, the first key objective and the
+// published clip ratios stand for what would be judged. kInvalidArgument naming the layer: the
+// options, a row that the codec refuses, or, for kOscar, fewer tokens than head_dim, so that the
+// covariances would not have full rank, or all queries or values zero.
 absl::StatusOr<FittedLayer> FitLayer(const LayerDump& layer, const FitOptions& options,
                                      ThreadPool* pool);
 

@@ -153,6 +153,56 @@ void Scale(double factor, Matrix* matrix) {
   for (double& entry : *matrix) entry *= factor;
 }
 
+void MultiplyRows(const float* rows, size_t rows_count, const float* matrix, uint32_t dim,
+                  float* out) {
+  const int n = static_cast<int>(dim);
+  cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, static_cast<int>(rows_count), n, n, 1.0f,
+              rows, n, matrix, n, 0.0f, out, n);
+}
+
+void AddProductOfTransposed(const float* a, const float* b, size_t rows_count, uint32_t dim,
+                            float* sum) {
+  const int n = static_cast<int>(dim);
+  cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, n, n, static_cast<int>(rows_count), 1.0f, a,
+              n, b, n, 1.0f, sum, n);
+}
+
+Matrix SkewGradient(const Matrix& rotation, const std::vector<float>& gradient, uint32_t dim) {
+  const int n = static_cast<int>(dim);
+  const Matrix wide(gradient.begin(), gradient.end());
+  Matrix product(rotation.size());
+  cblas_dgemm(CblasRowMajor, CblasTrans, CblasNoTrans, n, n, n, 1.0, rotation.data(), n,
+              wide.data(), n, 0.0, product.data(), n);
+  Matrix skew(rotation.size());
+  for (size_t i = 0; i < dim; ++i) {
+    for (size_t j = 0; j < dim; ++j) {
+      skew[i * dim + j] = (product[i * dim + j] - product[j * dim + i]) / 2;
+    }
+  }
+  return skew;
+}
+
+Matrix TurnByCayley(const Matrix& rotation, const Matrix& angles, uint32_t dim) {
+  Matrix left(angles.size());
+  Matrix turn(angles.size());
+  for (size_t i = 0; i < dim; ++i) {
+    for (size_t j = 0; j < dim; ++j) {
+      const double unit = i == j ? 1.0 : 0.0;
+      left[i * dim + j] = unit - angles[i * dim + j] / 2;
+      turn[i * dim + j] = unit + angles[i * dim + j] / 2;
+    }
+  }
+  const lapack_int n = static_cast<lapack_int>(dim);
+  std::vector<lapack_int> pivots(dim);
+  // I - A/2 with A skew has no eigenvalue below 1 in magnitude: it cannot be singular.
+  OKV_CHECK(LAPACKE_dgesv(LAPACK_ROW_MAJOR, n, n, left.data(), n, pivots.data(), turn.data(), n) ==
+            0);
+  Matrix turned(rotation.size());
+  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1.0, rotation.data(), n,
+              turn.data(), n, 0.0, turned.data(), n);
+  return turned;
+}
+
 std::vector<double> QuadraticForms(const double* rows, size_t rows_count, const Matrix& c,
                                    uint32_t dim) {
   Matrix product(rows_count * dim);

@@ -60,6 +60,18 @@ void Symmetrize(uint32_t dim, Matrix* matrix);
 // Scales every entry.
 void Scale(double factor, Matrix* matrix);
 
+// out = rows * matrix in fp32; `rows` and `out` are [rows_count, dim], `matrix` is [dim, dim].
+void MultiplyRows(const float* rows, size_t rows_count, const float* matrix, uint32_t dim,
+                  float* out);
+// Adds a^T b to `sum`, [dim, dim], in fp32; `a` and `b` are [rows_count, dim].
+void AddProductOfTransposed(const float* a, const float* b, size_t rows_count, uint32_t dim,
+                            float* sum);
+// (A - A^T) / 2 for A = rotation^T gradient: how a function with this gradient changes as the
+// rotation turns, R exp(angles) with skew angles.
+Matrix SkewGradient(const Matrix& rotation, const std::vector<float>& gradient, uint32_t dim);
+// R (I - A/2)^-1 (I + A/2), the Cayley transform of skew angles A: orthogonal if R is.
+Matrix TurnByCayley(const Matrix& rotation, const Matrix& angles, uint32_t dim);
+
 // out[t] = x_t C x_t^T for each row x_t of `rows`, [rows_count, dim] row-major.
 std::vector<double> QuadraticForms(const double* rows, size_t rows_count, const Matrix& c,
                                    uint32_t dim);

@@ -1,16 +1,14 @@
 #include "calib/measure.h"
 
 #include <algorithm>
-#include <random>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "calib/attention.h"
-#include "kernels/quantize.h"
+#include "calib/row_codec.h"
 #include "proto/bf16.h"
 #include "proto/check.h"
-#include "proto/format.h"
-#include "proto/page_layout.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -53,79 +51,41 @@ uint32_t OriginalToken(const std::vector<SequenceRange>& ranges, uint32_t index)
   return 0;
 }
 
-// Sends 64 rows of one KV head from `first_token` through the codec and back to the model's basis,
-// in place. Past the end the last token repeats: a row's codes do not depend on the others. A row
-// that the codec refuses: *bad names it.
-absl::Status QuantizeBlock(const LayerRotation& rotation, uint32_t head, uint32_t first_token,
-                           LayerDump* layer, BadRow* bad) {
-  const uint32_t dim = layer->head_dim;
-  const size_t width = size_t{layer->kv_heads} * dim;
-  const size_t matrix = rotation.rotation_heads == 1 ? 0 : size_t{head} * dim * dim;
-  const uint16_t* rotations[] = {rotation.r_k.data() + matrix, rotation.r_v.data() + matrix};
-  float* tensors[] = {layer->k.data() + size_t{head} * dim, layer->v.data() + size_t{head} * dim};
-  const size_t values = size_t{kBlockTokens} * dim;
-  std::vector<uint16_t> rows(values);
-  std::vector<uint16_t> rotated[] = {std::vector<uint16_t>(values), std::vector<uint16_t>(values)};
-  for (size_t i = 0; i < 2; ++i) {
-    for (uint32_t t = 0; t < kBlockTokens; ++t) {
-      const uint32_t token = std::min(first_token + t, layer->tokens_count - 1);
-      const float* row = tensors[i] + token * width;
-      std::transform(row, row + dim, rows.begin() + size_t{t} * dim, FloatToBf16);
-    }
-    RotateRows({.x = rows.data(),
-                .x_stride = dim,
-                .r = rotations[i],
-                .rows_count = kBlockTokens,
-                .dim = dim},
-               rotated[i].data(), dim);
-  }
-  const QuantizeRunParams params{.k = rotated[0].data(),
-                                 .v = rotated[1].data(),
-                                 .row_stride = dim,
-                                 .dim = dim,
-                                 .group_size = rotation.group_size,
-                                 .clip_rank_k = rotation.clip_rank_k,
-                                 .clip_rank_v = rotation.clip_rank_v};
-  const PageLayout layout{
-      .layers_count = 1, .kv_heads = 1, .head_dim = dim, .group_size = rotation.group_size};
-  std::vector<uint8_t> run(layout.run_bytes(Codec::kInt2));
-  if (const absl::Status status = QuantizeRun(params, run.data(), bad); !status.ok()) {
-    bad->token = std::min(first_token + bad->token, layer->tokens_count - 1);
-    return status;
-  }
-  std::vector<float> restored[] = {std::vector<float>(values), std::vector<float>(values)};
-  DequantizeRunF32({.run = run.data(), .dim = dim, .group_size = rotation.group_size},
-                   restored[0].data(), restored[1].data());
-  const uint32_t count = std::min(kBlockTokens, layer->tokens_count - first_token);
-  for (size_t i = 0; i < 2; ++i) {
-    RotateRowsF32({.x = restored[i].data(),
-                   .x_stride = dim,
-                   .r = rotations[i],
-                   .rows_count = count,
-                   .dim = dim,
-                   .transpose = true},
-                  tensors[i] + first_token * width, width);
-  }
-  return absl::OkStatus();
-}
-
-// `layer` holds the tokens of `ranges`.
+// `layer` holds the tokens of `ranges`. All of its rows through the codec and back.
 absl::StatusOr<LayerDump> QuantizeLayer(const LayerDump& layer,
                                         const std::vector<SequenceRange>& ranges,
                                         const LayerRotation& rotation, ThreadPool* pool) {
+  const uint32_t dim = layer.head_dim;
+  const size_t width = size_t{layer.kv_heads} * dim;
   LayerDump quantized = layer;
-  std::vector<absl::Status> statuses(layer.kv_heads);
-  pool->ParallelFor(layer.kv_heads, [&](size_t head) {
-    for (uint32_t first = 0; first < layer.tokens_count && statuses[head].ok();
-         first += kBlockTokens) {
-      BadRow bad{};
-      const absl::Status status =
-          QuantizeBlock(rotation, static_cast<uint32_t>(head), first, &quantized, &bad);
-      if (status.ok()) continue;
-      statuses[head] = absl::Status(
-          status.code(),
-          absl::StrCat(bad.is_value ? "V" : "K", " of token ", OriginalToken(ranges, bad.token),
-                       ", head ", head, " cannot be quantized: ", status.message()));
+  std::vector<absl::Status> statuses(2 * size_t{layer.kv_heads});
+  pool->ParallelFor(statuses.size(), [&](size_t task) {
+    const size_t head = task / 2;
+    const bool keys = task % 2 == 0;
+    float* const tensor = (keys ? quantized.k : quantized.v).data() + head * dim;
+    RowSample sample{.dim = dim, .rows = {}};
+    for (size_t t = 0; t < layer.tokens_count; ++t) {
+      std::transform(tensor + t * width, tensor + t * width + dim, std::back_inserter(sample.rows),
+                     FloatToBf16);
+    }
+    const size_t matrix = rotation.rotation_heads == 1 ? 0 : head * dim * dim;
+    size_t bad_row = 0;
+    const absl::StatusOr<std::vector<float>> restored =
+        RestoredRows(sample,
+                     {.rotation = (keys ? rotation.r_k : rotation.r_v).data() + matrix,
+                      .group_size = rotation.group_size,
+                      .clip_rank = (keys ? rotation.clip_rank_k : rotation.clip_rank_v)[head]},
+                     &bad_row);
+    if (!restored.ok()) {
+      statuses[task] = absl::Status(
+          restored.status().code(),
+          absl::StrCat(keys ? "K" : "V", " of token ",
+                       OriginalToken(ranges, static_cast<uint32_t>(bad_row)), ", head ", head,
+                       " cannot be quantized: ", restored.status().message()));
+      return;
+    }
+    for (size_t t = 0; t < layer.tokens_count; ++t) {
+      std::copy_n(restored->data() + t * dim, dim, tensor + t * width);
     }
   });
   for (const absl::Status& status : statuses) OKV_RETURN_IF_ERROR(status);
@@ -200,56 +160,6 @@ Ratio Compare(const std::vector<float>& exact, const std::vector<float>& approxi
 }
 
 }  // namespace
-
-absl::StatusOr<std::vector<double>> ValueClipErrors(const LayerDump& layer,
-                                                    const LayerRotation& rotation,
-                                                    const SequenceRange& range,
-                                                    const std::vector<uint32_t>& ranks,
-                                                    ThreadPool* pool) {
-  const LayerDump exact = ExtractRanges(layer, {range});
-  std::vector<std::vector<float>> references(layer.query_heads);
-  pool->ParallelFor(layer.query_heads, [&](size_t head) {
-    TiledAttention attention;
-    references[head] = Outputs(exact, static_cast<uint32_t>(head), &attention);
-  });
-  const size_t kept_tokens = range.tokens_count > kBlockTokens ? kBlockTokens : 0;
-  const size_t kept_values = kept_tokens * layer.kv_heads * layer.head_dim;
-  std::vector<double> errors;
-  for (const uint32_t rank : ranks) {
-    LayerRotation candidate = rotation;
-    candidate.clip_rank_v = rank;
-    OKV_ASSIGN_OR_RETURN(LayerDump quantized, QuantizeLayer(exact, {range}, candidate, pool));
-    quantized.k = exact.k;
-    std::copy_n(exact.v.begin(), kept_values, quantized.v.begin());
-    std::vector<Ratio> parts(layer.query_heads);
-    pool->ParallelFor(layer.query_heads, [&](size_t head) {
-      TiledAttention attention;
-      parts[head] =
-          Compare(references[head], Outputs(quantized, static_cast<uint32_t>(head), &attention));
-    });
-    errors.push_back(Total(parts).value());
-  }
-  return errors;
-}
-
-std::vector<double> EffectiveTokens(const LayerDump& layer, const SequenceRange& range,
-                                    ThreadPool* pool) {
-  LayerDump signs = ExtractRanges(layer, {range});
-  // Values of random signs: the expected square of an output channel is the sum of the squared
-  // weights.
-  std::mt19937 random(1);
-  for (float& value : signs.v) value = (random() & 1) != 0 ? 1.0f : -1.0f;
-  std::vector<double> tokens(layer.kv_heads);
-  pool->ParallelFor(layer.kv_heads, [&](size_t head) {
-    TiledAttention attention;
-    const uint32_t query_head = static_cast<uint32_t>(head) * (layer.query_heads / layer.kv_heads);
-    const std::vector<float> outputs = Outputs(signs, query_head, &attention);
-    double squares = 0;
-    for (const float x : outputs) squares += double{x} * x;
-    tokens[head] = static_cast<double>(outputs.size()) / squares;
-  });
-  return tokens;
-}
 
 absl::StatusOr<Int2Errors> MeasureInt2(const LayerDump& layer, const LayerRotation& rotation,
                                        const std::vector<Matrix>& query_covariance,

@@ -14,11 +14,11 @@ namespace okv {
 // One layer's share of a rotation set.
 struct LayerRotation {
   uint32_t group_size;
-  uint32_t rotation_heads;    // 1 or kv_heads
-  std::vector<uint16_t> r_k;  // [rotation_heads, dim, dim] bf16
-  std::vector<uint16_t> r_v;  // the same
-  uint32_t clip_rank_k;
-  uint32_t clip_rank_v;
+  uint32_t rotation_heads;            // 1 or kv_heads
+  std::vector<uint16_t> r_k;          // [rotation_heads, dim, dim] bf16
+  std::vector<uint16_t> r_v;          // the same
+  std::vector<uint32_t> clip_rank_k;  // [kv_heads]
+  std::vector<uint32_t> clip_rank_v;  // [kv_heads]
 };
 
 // What INT2 does to a layer, with every key and value quantized by the codec itself (no sink, no
@@ -38,20 +38,6 @@ struct Int2Errors {
 absl::StatusOr<Int2Errors> MeasureInt2(const LayerDump& layer, const LayerRotation& rotation,
                                        const std::vector<Matrix>& query_covariance,
                                        const std::vector<SequenceRange>& ranges, ThreadPool* pool);
-
-// What clipping does to values, at each of the ranks: |S (V^ - V)|^2 over |S V|^2 with the keys
-// exact, over `range`. The first 64 tokens of the range, which stay in BF16 in a sequence, stay
-// exact if others are left. Errors as MeasureInt2.
-absl::StatusOr<std::vector<double>> ValueClipErrors(const LayerDump& layer,
-                                                    const LayerRotation& rotation,
-                                                    const SequenceRange& range,
-                                                    const std::vector<uint32_t>& ranks,
-                                                    ThreadPool* pool);
-
-// How many tokens an output averages over, one figure per KV head: 1 / mean over queries of the sum
-// of the squared attention weights, for the first query head that reads it, over `range`.
-std::vector<double> EffectiveTokens(const LayerDump& layer, const SequenceRange& range,
-                                    ThreadPool* pool);
 
 }  // namespace okv
 

@@ -7,7 +7,9 @@
 //   1. CreateUcxTransport            once a process: the data plane's thread.
 //   2. Cluster::GetRotation          the rotations of the model, checked against their hash.
 //   3. Cluster::Connect              a session for one Format; every call carries its id.
-//   4. Sequence::Create              the KV cache of one sequence in the worker's memory.
+//   4. Sequence::Create              the KV cache of one sequence in the worker's memory; with a
+//                                    DriftMonitor, one for all, Stats() says how well the rotations
+//                                    still fit.
 //   5. ResumePrefix                  looks the prompt up and fetches what a resume point needs.
 //   6. Sequence::Append              the tokens that are left, then each new token: the rotated,
 //                                    quantized cache is attended to as it is.
@@ -27,6 +29,7 @@
 // Cache errors never stop a sequence: a worker that cannot fetch computes.
 
 #include "client/cluster.h"              // IWYU pragma: export
+#include "client/drift.h"                // IWYU pragma: export
 #include "client/prefix.h"               // IWYU pragma: export
 #include "client/sequence.h"             // IWYU pragma: export
 #include "client/transport/transport.h"  // IWYU pragma: export

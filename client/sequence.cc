@@ -98,6 +98,9 @@ absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Create(const SequenceOptions
                                                            ThreadPool* pool) {
   OKV_RETURN_IF_ERROR(options.Validate());
   OKV_RETURN_IF_ERROR(rotations->CheckMatches(options.format));
+  if (options.drift != nullptr && options.drift->rotations() != rotations) {
+    return absl::InvalidArgumentError("drift is the monitor of another rotation set");
+  }
   auto state = std::make_unique<State>();
   state->options = options;
   state->layout = PageLayout::Of(options.format);
@@ -142,8 +145,17 @@ absl::Status Sequence::State::SealPage(uint32_t layer, uint32_t block, const uin
 
 absl::Status Sequence::State::Demote(uint32_t layer, uint32_t block) {
   OKV_CHECK(block >= sink_blocks && block == layer_sealed[layer]);
-  OKV_RETURN_IF_ERROR(SealPage(layer, block, Bf16Page(block, layer), Int2Page(block, layer)));
+  const uint8_t* const bf16_page = Bf16Page(block, layer);
+  uint8_t* const int2_page = Int2Page(block, layer);
+  OKV_RETURN_IF_ERROR(SealPage(layer, block, bf16_page, int2_page));
   ++layer_sealed[layer];
+  if (options.drift != nullptr) {
+    options.drift->Measure({.layer = layer,
+                            .block = block,
+                            .salt = options.drift_salt,
+                            .bf16_page = bf16_page,
+                            .int2_page = int2_page});
+  }
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/drift.h"
 #include "kernels/attend.h"
 #include "kernels/thread_pool.h"
 #include "proto/format.h"
@@ -25,6 +26,11 @@ struct SequenceOptions {
   uint32_t query_heads = 0;  // A multiple of format.kv_heads.
   float softmax_scale = 0;
   uint32_t tokens_max = 0;  // The longest sequence this cache may hold.
+  // Samples what is demoted; null: nothing is. Outlives the sequence.
+  DriftMonitor* drift = nullptr;
+  // Sequences of different salts sample different rows; one salt always the same. With one for all,
+  // short sequences would never show some of their heads.
+  uint64_t drift_salt = 0;
 
   absl::Status Validate() const;
 };
@@ -47,8 +53,8 @@ struct AppendRows {
 // `pool` outlive it.
 class Sequence {
  public:
-  // kInvalidArgument for bad options; kFailedPrecondition when `rotations` does not match the
-  // format.
+  // kInvalidArgument for bad options, a drift monitor of other rotations among them;
+  // kFailedPrecondition when `rotations` does not match the format.
   static absl::StatusOr<std::unique_ptr<Sequence>> Create(const SequenceOptions& options,
                                                           const RotationSet* rotations,
                                                           ThreadPool* pool);

@@ -2,28 +2,33 @@
 
 #include <cstdio>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "cmd/bench/nll.h"
+#include "cmd/bench/quality.h"
+#include "proto/status_macros.h"
 #ifdef OKV_HAVE_CUDA
 #include "cmd/bench/cuda_attend.h"
 #include "cmd/bench/cuda_codec.h"
 #endif
 
-ABSL_FLAG(std::string, model, "", "nll: GGUF file of a Llama-family model");
-ABSL_FLAG(std::string, text, "", "nll: text file");
-ABSL_FLAG(uint32_t, skip_tokens, 0, "nll: tokens of the text to leave out first");
-ABSL_FLAG(uint32_t, tokens, 32768, "nll: tokens, a multiple of --window");
-ABSL_FLAG(uint32_t, window, 2048, "nll: tokens per sequence");
-ABSL_FLAG(std::string, rotations, "", "nll: name=file,name=file,...");
+ABSL_FLAG(std::string, model, "", "nll, quality: GGUF file of a Llama-family model");
+ABSL_FLAG(std::string, text, "", "nll, quality: text file");
+ABSL_FLAG(uint32_t, skip_tokens, 0, "nll, quality: tokens of the text to leave out first");
+ABSL_FLAG(uint32_t, tokens, 32768, "nll, quality: tokens, a multiple of --window");
+ABSL_FLAG(uint32_t, window, 2048, "nll, quality: tokens per sequence");
+ABSL_FLAG(std::string, rotations, "", "nll, quality: name=file,name=file,...");
 ABSL_FLAG(uint32_t, sink_tokens, 64, "nll: tokens at the beginning kept in BF16");
 ABSL_FLAG(uint32_t, recent_tokens, 256, "nll: last tokens kept in BF16");
+ABSL_FLAG(std::string, windows, "64/256", "quality: SINK/RECENT tokens in BF16, comma-separated");
+ABSL_FLAG(bool, controls, false,
+          "quality: also what must fail and what must pass, around the first rotation set");
+ABSL_FLAG(uint32_t, recall_tokens, 2048, "quality: tokens of a passage to recall; 0 = no recall");
+ABSL_FLAG(uint32_t, recall_passages, 4, "quality: passages, from the text's beginning");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core");
 ABSL_FLAG(uint64_t, seed, 1, "seed of the bootstrap");
 ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r4096,256r4096",
@@ -43,43 +48,50 @@ ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 namespace okv {
 namespace {
 
-absl::Status Nll() {
-  NllOptions options = {.model = absl::GetFlag(FLAGS_model),
-                        .text = absl::GetFlag(FLAGS_text),
-                        .skip_tokens = absl::GetFlag(FLAGS_skip_tokens),
-                        .tokens = absl::GetFlag(FLAGS_tokens),
-                        .window = absl::GetFlag(FLAGS_window),
-                        .rotations = {},
-                        .sink_tokens = absl::GetFlag(FLAGS_sink_tokens),
-                        .recent_tokens = absl::GetFlag(FLAGS_recent_tokens),
-                        .threads = absl::GetFlag(FLAGS_threads),
-                        .seed = absl::GetFlag(FLAGS_seed)};
-  const std::string rotations = absl::GetFlag(FLAGS_rotations);
-  for (const absl::string_view piece : absl::StrSplit(rotations, ',', absl::SkipEmpty())) {
-    const std::pair<std::string, std::string> entry =
-        absl::StrSplit(piece, absl::MaxSplits('=', 1));
-    if (entry.first.empty() || entry.second.empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--rotations: '", piece, "' is not name=file"));
-    }
-    options.rotations.insert(entry);
-  }
-  absl::StatusOr<NllReport> report = RunNll(options);
+WindowsOptions TextWindows() {
+  return {.model = absl::GetFlag(FLAGS_model),
+          .text = absl::GetFlag(FLAGS_text),
+          .skip_tokens = absl::GetFlag(FLAGS_skip_tokens),
+          .tokens = absl::GetFlag(FLAGS_tokens),
+          .window = absl::GetFlag(FLAGS_window),
+          .threads = absl::GetFlag(FLAGS_threads),
+          .seed = absl::GetFlag(FLAGS_seed)};
+}
+
+template <class Report>
+absl::Status Print(const absl::StatusOr<Report>& report) {
   if (!report.ok()) return report.status();
   std::printf("%s", report->ToTable().c_str());
   if (absl::GetFlag(FLAGS_json)) std::printf("%s\n", report->ToJson().c_str());
   return absl::OkStatus();
 }
 
+absl::Status Nll() {
+  NllOptions options = {.windows = TextWindows(),
+                        .rotations = {},
+                        .sink_tokens = absl::GetFlag(FLAGS_sink_tokens),
+                        .recent_tokens = absl::GetFlag(FLAGS_recent_tokens)};
+  OKV_ASSIGN_OR_RETURN(options.rotations, ParseRotationsFlag(absl::GetFlag(FLAGS_rotations)));
+  return Print(RunNll(options));
+}
+
+absl::Status Quality() {
+  QualityOptions options = {.text = TextWindows(),
+                            .rotations = {},
+                            .windows = {},
+                            .controls = absl::GetFlag(FLAGS_controls),
+                            .recall_tokens = absl::GetFlag(FLAGS_recall_tokens),
+                            .recall_passages = absl::GetFlag(FLAGS_recall_passages)};
+  OKV_ASSIGN_OR_RETURN(options.rotations, ParseRotationsFlag(absl::GetFlag(FLAGS_rotations)));
+  OKV_ASSIGN_OR_RETURN(options.windows, ParseWindowsFlag(absl::GetFlag(FLAGS_windows)));
+  return Print(RunQuality(options));
+}
+
 #ifdef OKV_HAVE_CUDA
 template <class Options>
 absl::Status CudaBench(const Options& options,
                        absl::StatusOr<CudaBenchReport> (*run)(const Options&)) {
-  absl::StatusOr<CudaBenchReport> report = run(options);
-  if (!report.ok()) return report.status();
-  std::printf("%s", report->ToTable().c_str());
-  if (absl::GetFlag(FLAGS_json)) std::printf("%s\n", report->ToJson().c_str());
-  return absl::OkStatus();
+  return Print(run(options));
 }
 
 absl::Status AttendBench() {
@@ -126,6 +138,7 @@ struct Command {
   absl::Status (*run)();
 };
 constexpr Command kCommands[] = {{"nll", Nll},
+                                 {"quality", Quality},
                                  {"attend", AttendBench},
                                  {"quantize", QuantizeBench},
                                  {"dequantize", DequantizeBench},
@@ -136,7 +149,8 @@ constexpr Command kCommands[] = {{"nll", Nll},
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-bench nll|attend|quantize|dequantize|verify [flags]; --helpfull lists the flags");
+      "okv-bench nll|quality|attend|quantize|dequantize|verify [flags]; --helpfull lists the "
+      "flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";
   for (const okv::Command& command : okv::kCommands) {

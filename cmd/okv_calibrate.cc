@@ -1,6 +1,10 @@
-// okv-calibrate: builds a model's rotation set from dumped queries, keys and values, and reads one.
+// okv-calibrate: builds a model's rotation set from dumped queries, keys and values, or from
+// published files, and reads one.
 //
 //   okv-calibrate fit --dump DIR --out FILE [--method oscar|hadamard|none] [...]
+//   okv-calibrate import --k_file K.pt --v_file V.pt --model NAME --weights_revision REVISION
+//       --kv_heads N --group_size G --clip_k RATIO --clip_v RATIO --out FILE
+//   okv-calibrate export --set FILE --k_out K.pt --v_out V.pt --format v1|v2
 //   okv-calibrate inspect FILE
 //
 // Exit code 0, or 1 with one line on stderr that names what is wrong.
@@ -25,12 +29,13 @@
 #include "calib/files.h"
 #include "calib/fit.h"
 #include "calib/linalg.h"
+#include "cmd/calibrate/published.h"
 #include "kernels/thread_pool.h"
 #include "nlohmann/json.hpp"
 #include "proto/rotation_set.h"
 #include "proto/status_macros.h"
 
-ABSL_FLAG(std::string, dump, "", "fit: directory of the dump, layer_<id>.safetensors a layer");
+ABSL_FLAG(std::string, dump, "", "fit: the dump's directory, in one of three layouts (dump.h)");
 ABSL_FLAG(std::string, out, "", "fit: the rotation set to write (safetensors)");
 ABSL_FLAG(std::string, method, "oscar", "fit: oscar, hadamard or none");
 ABSL_FLAG(uint32_t, group_size, 64, "fit: channels that share a scale, 32 to head_dim");
@@ -38,16 +43,26 @@ ABSL_FLAG(std::string, scope, "", "fit: a rotation per kv_head or layer; default
 ABSL_FLAG(std::string, value_objective, "softmax", "fit: values weighed by softmax or energy");
 ABSL_FLAG(std::string, recipe, "fitted", "fit: fitted (to held-out error), or published");
 ABSL_FLAG(std::string, key_objective, "", "fit: auto, qqt, kkt or offset; default by --recipe");
-ABSL_FLAG(std::string, signs, "", "fit: fitted or plain; default by --recipe");
 ABSL_FLAG(std::string, clip_k, "",
           "fit: clip ratio of keys, 0 = off, or auto; default by --recipe");
 ABSL_FLAG(std::string, clip_v, "", "fit: the same for values");
-ABSL_FLAG(uint32_t, row_tokens, 1024, "fit: tokens a layer that bases and signs are fitted on");
-ABSL_FLAG(uint32_t, clip_tokens, 1024, "fit: held-out tokens a layer that decide clip_v auto");
+ABSL_FLAG(uint32_t, refine_steps, 400, "fit: of each descent from U H P_br, 0 = none");
+ABSL_FLAG(uint32_t, fit_windows, 9, "fit: windows of 2,048 tokens whose rows are fitted on");
+ABSL_FLAG(uint32_t, judge_windows, 3, "fit: held-out windows that decide");
 ABSL_FLAG(uint32_t, value_tokens_max, 8192, "fit: tokens a layer that the softmax objective reads");
 ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048, "fit: of those, at most this many a sequence");
 ABSL_FLAG(uint32_t, measure_tokens, 1024, "fit: tokens a layer for the INT2 errors, 0 = off");
 ABSL_FLAG(uint32_t, threads, 0, "fit: threads, 0 = one a core");
+ABSL_FLAG(std::string, k_file, "", "import: the published rotations of keys (.pt)");
+ABSL_FLAG(std::string, v_file, "", "import: those of values");
+ABSL_FLAG(std::string, model, "", "import, fit of a dump that does not say it: the model's name");
+ABSL_FLAG(std::string, weights_revision, "", "the same: the revision of its weights");
+ABSL_FLAG(uint32_t, kv_heads, 0, "import: its KV heads");
+ABSL_FLAG(uint32_t, rotary_dim, 0, "inspect: channels of a head that RoPE turns, 0 = all");
+ABSL_FLAG(std::string, set, "", "export: the rotation set to read");
+ABSL_FLAG(std::string, k_out, "", "export: the file of keys to write (.pt)");
+ABSL_FLAG(std::string, v_out, "", "export: that of values");
+ABSL_FLAG(std::string, format, "v1", "export: v1 (a rotation a layer) or v2 (one a KV head)");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -98,17 +113,14 @@ absl::StatusOr<FitOptions> OptionsFromFlags() {
   if (const std::string name = absl::GetFlag(FLAGS_key_objective); !name.empty()) {
     OKV_ASSIGN_OR_RETURN(options.key_objective, ParseKeyObjective(name));
   }
-  if (const std::string name = absl::GetFlag(FLAGS_signs); !name.empty()) {
-    OKV_ASSIGN_OR_RETURN(const size_t index, ParseWord("signs", name, {"plain", "fitted"}));
-    options.fit_signs = index == 1;
-  }
   options.group_size = absl::GetFlag(FLAGS_group_size);
   OKV_RETURN_IF_ERROR(ParseClip("clip_k", absl::GetFlag(FLAGS_clip_k), &options.clip_k));
   OKV_RETURN_IF_ERROR(ParseClip("clip_v", absl::GetFlag(FLAGS_clip_v), &options.clip_v));
   options.value_sample = {.tokens_max = absl::GetFlag(FLAGS_value_tokens_max),
                           .sequence_tokens_max = absl::GetFlag(FLAGS_value_sequence_tokens_max)};
-  options.row_tokens = absl::GetFlag(FLAGS_row_tokens);
-  options.clip_tokens = absl::GetFlag(FLAGS_clip_tokens);
+  if (recipe == 0) options.refine_steps = absl::GetFlag(FLAGS_refine_steps);
+  options.fit_windows = absl::GetFlag(FLAGS_fit_windows);
+  options.judge_windows = absl::GetFlag(FLAGS_judge_windows);
   options.measure_tokens = absl::GetFlag(FLAGS_measure_tokens);
   return options;
 }
@@ -141,7 +153,7 @@ std::map<std::string, std::string> Provenance(const DumpReader& dump, const FitO
     facts["scope"] = std::string(ScopeName(options.scope));
     facts["key_objective"] = std::string(KeyObjectiveName(options.key_objective));
     facts["key_objectives_used"] = KeyObjectiveCounts(result);
-    facts["signs"] = options.fit_signs ? "fitted" : "plain";
+    facts["refine_steps"] = absl::StrCat(options.refine_steps);
     facts["value_objective"] = std::string(ValueObjectiveName(options.value_objective));
     if (result.value_tokens > 0) facts["value_tokens"] = absl::StrCat(result.value_tokens);
   }
@@ -149,20 +161,20 @@ std::map<std::string, std::string> Provenance(const DumpReader& dump, const FitO
 }
 
 void PrintProgress(size_t done, size_t layers_count, const LayerReport& report) {
-  std::fprintf(stderr, "layer %u (%zu of %zu): |R R^T - I| %.1e, clip ranks K %u V %u",
-               report.layer_id, done, layers_count, report.orthogonality_error, report.clip_rank_k,
-               report.clip_rank_v);
+  std::fprintf(stderr, "layer %u (%zu of %zu): |R R^T - I| %.1e, clip ranks K %s V %s",
+               report.layer_id, done, layers_count, report.orthogonality_error,
+               absl::StrJoin(report.clip_rank_k, " ").c_str(),
+               absl::StrJoin(report.clip_rank_v, " ").c_str());
   for (const KeyObjective objective : report.key_objectives) {
     std::fprintf(stderr, " %s", std::string(KeyObjectiveName(objective)).c_str());
   }
   if (!report.key_objectives.empty()) {
-    std::fprintf(stderr, ", signs kept %u of %zu", report.signs_kept,
-                 2 * report.key_objectives.size());
+    std::fprintf(stderr, ", refined %u of %zu", report.refined, 2 * report.key_objectives.size());
   }
-  if (report.int2.tokens_count > 0) {
-    std::fprintf(stderr, ", int2 error of logits %.5f, values %.5f, output %.5f", report.int2.logit,
-                 report.int2.value, report.int2.output);
+  if (report.judged_k.signal > 0) {
+    std::fprintf(stderr, ", output error by K %.5f", report.judged_k.ratio());
   }
+  if (report.judged_v.signal > 0) std::fprintf(stderr, ", by V %.5f", report.judged_v.ratio());
   std::fprintf(stderr, "\n");
 }
 
@@ -170,10 +182,14 @@ void PrintProgress(size_t done, size_t layers_count, const LayerReport& report) 
 Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult& result,
              double seconds) {
   double orthogonality_error = 0;
-  uint32_t signs_kept = 0;
+  uint32_t refined = 0;
+  double judged_k = 0;
+  double judged_v = 0;
   Int2Errors sum;
   for (const LayerReport& layer : result.layers) {
-    signs_kept += layer.signs_kept;
+    refined += layer.refined;
+    judged_k += layer.judged_k.ratio();
+    judged_v += layer.judged_v.ratio();
     orthogonality_error = std::max(orthogonality_error, layer.orthogonality_error);
     sum.tokens_count += layer.int2.tokens_count;
     sum.logit += layer.int2.logit;
@@ -193,9 +209,11 @@ Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult&
     json["scope"] = ScopeName(options.scope);
     json["key_objective"] = KeyObjectiveName(options.key_objective);
     json["key_objectives_used"] = KeyObjectiveCounts(result);
-    json["signs_kept"] = signs_kept;
+    json["refined"] = refined;
     json["value_objective"] = ValueObjectiveName(options.value_objective);
   }
+  json["judged_error_k_mean"] = judged_k / layers_count;
+  json["judged_error_v_mean"] = judged_v / layers_count;
   if (sum.tokens_count > 0) {
     json["measured_tokens"] = sum.tokens_count / result.layers.size();
     json["logit_error_mean"] = sum.logit / layers_count;
@@ -211,7 +229,11 @@ absl::Status Fit() {
   if (absl::GetFlag(FLAGS_dump).empty()) return absl::InvalidArgumentError("--dump is missing");
   if (out.empty()) return absl::InvalidArgumentError("--out is missing");
   OKV_ASSIGN_OR_RETURN(const FitOptions options, OptionsFromFlags());
-  OKV_ASSIGN_OR_RETURN(const DumpReader dump, DumpReader::Open(absl::GetFlag(FLAGS_dump)));
+  OKV_ASSIGN_OR_RETURN(
+      const DumpReader dump,
+      DumpReader::Open(absl::GetFlag(FLAGS_dump),
+                       {.model = absl::GetFlag(FLAGS_model),
+                        .weights_revision = absl::GetFlag(FLAGS_weights_revision)}));
   OKV_RETURN_IF_ERROR(options.Validate(dump.info().head_dim));
   // Opened first: a path that cannot be written shows before the work, not after it.
   OKV_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(out));
@@ -246,14 +268,26 @@ absl::Status Fit() {
   return absl::OkStatus();
 }
 
+// One fact a line, or the whole as JSON.
+void PrintFacts(const Json& json) {
+  if (absl::GetFlag(FLAGS_json)) {
+    PrintJson(json);
+    return;
+  }
+  for (const auto& [name, value] : json.items()) {
+    std::printf("%s: %s\n", name.c_str(),
+                value.dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
+  }
+}
+
 absl::Status Inspect(const std::string& path) {
   OKV_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(path));
-  absl::StatusOr<RotationSet> parsed = RotationSet::Parse(file.bytes());
+  absl::StatusOr<SourcedSet> parsed = ParseSourced(file.bytes());
   if (!parsed.ok()) {
     return absl::Status(parsed.status().code(),
                         absl::StrCat(path, ": ", parsed.status().message()));
   }
-  const RotationSet& set = *parsed;
+  const RotationSet& set = parsed->set;
   double orthogonality_error = 0;
   for (uint32_t layer = 0; layer < set.layer_ids.size(); ++layer) {
     for (uint32_t head = 0; head < set.rotation_heads; ++head) {
@@ -266,35 +300,66 @@ absl::Status Inspect(const std::string& path) {
     const auto [low, high] = std::minmax_element(all.begin(), all.end());
     return *low == *high ? absl::StrCat(*low) : absl::StrCat(*low, " to ", *high);
   };
-  const Json json = {{"model", set.model},
-                     {"weights_revision", set.weights_revision},
-                     {"hash", set.hash().Hex()},
-                     {"method", set.method},
-                     {"layer_ids", set.layer_ids},
-                     {"kv_heads", set.kv_heads},
-                     {"head_dim", set.head_dim},
-                     {"group_size", set.group_size},
-                     {"rotation_heads", set.rotation_heads},
-                     {"clip_rank_k", ranks(set.clip_rank_k)},
-                     {"clip_rank_v", ranks(set.clip_rank_v)},
-                     {"orthogonality_error_max", orthogonality_error},
-                     {"provenance", set.provenance}};
-  if (absl::GetFlag(FLAGS_json)) {
-    PrintJson(json);
-    return absl::OkStatus();
-  }
-  for (const auto& [name, value] : json.items()) {
-    std::printf("%s: %s\n", name.c_str(),
-                value.dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
-  }
+  Json json = {{"model", set.model},
+               {"weights_revision", set.weights_revision},
+               {"hash", set.hash().Hex()},
+               {"method", set.method},
+               {"layer_ids", set.layer_ids},
+               {"kv_heads", set.kv_heads},
+               {"head_dim", set.head_dim},
+               {"group_size", set.group_size},
+               {"rotation_heads", set.rotation_heads},
+               {"clip_rank_k", ranks(set.clip_rank_k)},
+               {"clip_rank_v", ranks(set.clip_rank_v)},
+               {"orthogonality_error_max", orthogonality_error},
+               {"provenance", set.provenance}};
+  OKV_RETURN_IF_ERROR(AddSourceFacts(*parsed, absl::GetFlag(FLAGS_rotary_dim), &json));
+  PrintFacts(json);
+  return absl::OkStatus();
+}
+
+// A clip ratio that no file holds and nothing fits here.
+absl::StatusOr<double> RequiredClip(absl::string_view name, const std::string& text) {
+  std::optional<double> ratio;
+  OKV_RETURN_IF_ERROR(ParseClip(name, text, &ratio));
+  if (ratio.has_value()) return *ratio;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", name, " needs a ratio, 0 = off: published files do not hold it"));
+}
+
+absl::Status Import() {
+  ImportOptions options = {.model = absl::GetFlag(FLAGS_model),
+                           .weights_revision = absl::GetFlag(FLAGS_weights_revision),
+                           .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+                           .group_size = absl::GetFlag(FLAGS_group_size)};
+  OKV_ASSIGN_OR_RETURN(options.clip_k, RequiredClip("clip_k", absl::GetFlag(FLAGS_clip_k)));
+  OKV_ASSIGN_OR_RETURN(options.clip_v, RequiredClip("clip_v", absl::GetFlag(FLAGS_clip_v)));
+  OKV_ASSIGN_OR_RETURN(const Json facts, ImportFiles({.k_file = absl::GetFlag(FLAGS_k_file),
+                                                      .v_file = absl::GetFlag(FLAGS_v_file),
+                                                      .out = absl::GetFlag(FLAGS_out)},
+                                                     options));
+  PrintFacts(facts);
+  return absl::OkStatus();
+}
+
+absl::Status Export() {
+  OKV_ASSIGN_OR_RETURN(const PublishedVersion version,
+                       ParsePublishedVersion(absl::GetFlag(FLAGS_format)));
+  OKV_ASSIGN_OR_RETURN(const Json facts, ExportFiles({.set = absl::GetFlag(FLAGS_set),
+                                                      .k_out = absl::GetFlag(FLAGS_k_out),
+                                                      .v_out = absl::GetFlag(FLAGS_v_out)},
+                                                     version));
+  PrintFacts(facts);
   return absl::OkStatus();
 }
 
 absl::Status Run(const std::vector<char*>& words) {
   if (words.size() == 2 && absl::string_view(words[1]) == "fit") return Fit();
+  if (words.size() == 2 && absl::string_view(words[1]) == "import") return Import();
+  if (words.size() == 2 && absl::string_view(words[1]) == "export") return Export();
   if (words.size() == 3 && absl::string_view(words[1]) == "inspect") return Inspect(words[2]);
   return absl::InvalidArgumentError(
-      "say: okv-calibrate fit [flags], or okv-calibrate inspect FILE");
+      "say: okv-calibrate fit, import or export with flags, or okv-calibrate inspect FILE");
 }
 
 }  // namespace
@@ -302,7 +367,7 @@ absl::Status Run(const std::vector<char*>& words) {
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-calibrate fit --dump DIR --out FILE [flags] | okv-calibrate inspect FILE");
+      "okv-calibrate fit|import|export [flags] | okv-calibrate inspect FILE");
   const absl::Status status = okv::Run(absl::ParseCommandLine(argc, argv));
   if (status.ok()) return 0;
   std::fprintf(stderr, "okv-calibrate: %s\n", status.ToString().c_str());

@@ -11,6 +11,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "client/drift.h"
 #include "client/transport/transport.h"
 #include "cmd/worker/dump.h"
 #include "cmd/worker/run.h"
@@ -40,6 +41,10 @@ ABSL_FLAG(bool, store, false, "store the prompt's resume point");
 ABSL_FLAG(bool, store_finished, false, "store the finished sequence");
 ABSL_FLAG(double, connect_timeout_s, 10, "how long to retry an absent control plane");
 ABSL_FLAG(double, deadline_s, 30, "deadline of a fetch, and of a put");
+ABSL_FLAG(std::string, metrics, "",
+          "host:port for /metrics while it runs; port 0: any free one; empty: none");
+ABSL_FLAG(uint32_t, drift_rows_per_sample, okv::DriftOptions().rows_per_sample,
+          "measure one of so many demoted rows of a layer against the rotation set; 0 = none");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 ABSL_FLAG(std::string, text, "", "dump: text file to run through the model");
 ABSL_FLAG(uint32_t, skip_tokens, 0, "dump: tokens of the text to leave out first");
@@ -90,6 +95,8 @@ absl::Status Run() {
       .store_finished = absl::GetFlag(FLAGS_store_finished),
       .connect_timeout = absl::Seconds(absl::GetFlag(FLAGS_connect_timeout_s)),
       .deadline = absl::Seconds(absl::GetFlag(FLAGS_deadline_s)),
+      .metrics = absl::GetFlag(FLAGS_metrics),
+      .drift_rows_per_sample = absl::GetFlag(FLAGS_drift_rows_per_sample),
   };
   absl::StatusOr<RunReport> report = RunWorker(options);
   if (!report.ok()) return report.status();

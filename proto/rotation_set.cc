@@ -161,6 +161,19 @@ absl::Status CheckRanks(const RotationSet& set, const std::vector<uint32_t>& ran
   return absl::OkStatus();
 }
 
+absl::Status CheckPromises(const RotationSet& set, const std::vector<float>& errors,
+                           absl::string_view name) {
+  if (errors.empty()) return absl::OkStatus();
+  if (errors.size() != set.layer_ids.size()) {
+    return Bad(absl::StrCat("tensor '", name, "' has the wrong size"));
+  }
+  for (size_t i = 0; i < errors.size(); ++i) {
+    if (std::isfinite(errors[i]) && errors[i] >= 0) continue;
+    return Bad(absl::StrCat(name, " of layer ", set.layer_ids[i], " is ", errors[i]));
+  }
+  return absl::OkStatus();
+}
+
 using Metadata = std::map<std::string, std::string>;
 
 absl::StatusOr<std::string> TextField(const Metadata& metadata, const std::string& name) {
@@ -232,7 +245,9 @@ absl::Status RotationSet::Validate() const {
     }
   }
   OKV_RETURN_IF_ERROR(CheckRanks(*this, clip_rank_k, "clip_rank_k"));
-  return CheckRanks(*this, clip_rank_v, "clip_rank_v");
+  OKV_RETURN_IF_ERROR(CheckRanks(*this, clip_rank_v, "clip_rank_v"));
+  OKV_RETURN_IF_ERROR(CheckPromises(*this, promised_error_k, "promised_error_k"));
+  return CheckPromises(*this, promised_error_v, "promised_error_v");
 }
 
 RotationHash RotationSet::hash() const {
@@ -272,11 +287,19 @@ std::string RotationSet::Serialize() const {
   for (const auto& [name, value] : provenance) {
     metadata[absl::StrCat(kProvenancePrefix, name)] = value;
   }
-  return WriteSafetensors({{"r_k", {"BF16", matrices, AsBytes(r_k)}},
-                           {"r_v", {"BF16", matrices, AsBytes(r_v)}},
-                           {"clip_rank_k", {"U32", ranks, AsBytes(clip_rank_k)}},
-                           {"clip_rank_v", {"U32", ranks, AsBytes(clip_rank_v)}}},
-                          metadata);
+  std::map<std::string, Safetensors::Tensor> tensors = {
+      {"r_k", {"BF16", matrices, AsBytes(r_k)}},
+      {"r_v", {"BF16", matrices, AsBytes(r_v)}},
+      {"clip_rank_k", {"U32", ranks, AsBytes(clip_rank_k)}},
+      {"clip_rank_v", {"U32", ranks, AsBytes(clip_rank_v)}},
+  };
+  if (!promised_error_k.empty()) {
+    tensors["promised_error_k"] = {"F32", {layer_ids.size()}, AsBytes(promised_error_k)};
+  }
+  if (!promised_error_v.empty()) {
+    tensors["promised_error_v"] = {"F32", {layer_ids.size()}, AsBytes(promised_error_v)};
+  }
+  return WriteSafetensors(tensors, metadata);
 }
 
 absl::StatusOr<RotationSet> RotationSet::Parse(absl::string_view bytes) {
@@ -290,6 +313,13 @@ absl::StatusOr<RotationSet> RotationSet::Parse(absl::string_view bytes) {
   OKV_RETURN_IF_ERROR(ReadTensor(file, "r_v", "BF16", matrices, &set.r_v));
   OKV_RETURN_IF_ERROR(ReadTensor(file, "clip_rank_k", "U32", ranks, &set.clip_rank_k));
   OKV_RETURN_IF_ERROR(ReadTensor(file, "clip_rank_v", "U32", ranks, &set.clip_rank_v));
+  // Older files have none of these two.
+  for (const bool is_value : {false, true}) {
+    const std::string name = is_value ? "promised_error_v" : "promised_error_k";
+    if (file.Find(name) == nullptr) continue;
+    OKV_RETURN_IF_ERROR(ReadTensor(file, name, "F32", {set.layer_ids.size()},
+                                   is_value ? &set.promised_error_v : &set.promised_error_k));
+  }
   OKV_RETURN_IF_ERROR(set.Validate());
   OKV_ASSIGN_OR_RETURN(const std::string stored, TextField(file.metadata(), "rotation_hash"));
   if (stored != set.hash().Hex()) {

@@ -32,6 +32,12 @@ struct RotationSet {
   std::vector<uint32_t> clip_rank_k;
   std::vector<uint32_t> clip_rank_v;
 
+  // What calibration measured on tokens it did not fit: sum |y^ - y|^2 over sum |y|^2, y the
+  // rotated bf16 rows of a layer's heads together, y^ what the codec gives back; [layers], or
+  // empty: nothing was promised. Not part of the hash: no bit of a page depends on it.
+  std::vector<float> promised_error_k;
+  std::vector<float> promised_error_v;
+
   // Free text for people: data, token count, date, program version. Not part of the hash.
   std::map<std::string, std::string> provenance;
 
@@ -46,14 +52,15 @@ struct RotationSet {
 
   // kInvalidArgument naming what is wrong: a field, sizes, a NaN or Inf (tensor, layer, head), a
   // matrix whose max |R R^T - I| exceeds 2^-6 (bf16 rounding alone gives about 2^-9), a clip rank
-  // >= head_dim.
+  // >= head_dim, a promised error that is negative or not finite.
   absl::Status Validate() const;
 
-  // SHA-256 over a canonical encoding of everything but the provenance.
+  // SHA-256 over a canonical encoding of everything but promised errors and provenance.
   RotationHash hash() const;
 
-  // One safetensors file: tensors r_k, r_v (BF16), clip_rank_k, clip_rank_v (U32); the rest, the
-  // hash included, in __metadata__. The same set gives the same bytes. REQUIRES: Validate() is OK.
+  // One safetensors file: tensors r_k, r_v (BF16), clip_rank_k, clip_rank_v (U32), those of
+  // promised_error_k, promised_error_v (F32) that are not empty; the rest, the hash included, in
+  // __metadata__. The same set gives the same bytes. REQUIRES: Validate() is OK.
   std::string Serialize() const;
   // kInvalidArgument: not safetensors, a tensor or field missing or of the wrong shape, or
   // Validate() fails. kDataLoss: truncated, or the stored hash is not that of the content.

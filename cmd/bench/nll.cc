@@ -1,87 +1,52 @@
 #include "cmd/bench/nll.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <nlohmann/json.hpp>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "cmd/engine/model.h"
-#include "cmd/engine/tokenizer.h"
+#include "cmd/bench/contender.h"
 #include "cmd/support/kv.h"
 #include "proto/status_macros.h"
 
 namespace okv {
 namespace {
 
-constexpr char kBaseline[] = "bf16";
-constexpr uint32_t kResamplesCount = 10000;
-
-struct Contender {
-  std::string name;
-  RotationSet rotations = {};
-  Format format = {};
-  std::vector<double> window_nll = {};  // Mean NLL of each window.
-};
-
 absl::StatusOr<std::vector<Contender>> MakeContenders(const NllOptions& options,
                                                       const ModelConfig& config) {
-  std::vector<Contender> contenders;
-  contenders.push_back({.name = kBaseline, .rotations = IdentityRotations(config)});
-  contenders[0].format =
-      MakeFormat(config, contenders[0].rotations, {.recent_tokens = kBf16RecentTokens});
+  std::vector<Contender> contenders = {MakeBf16Contender(config)};
   for (const auto& [name, path] : options.rotations) {
-    Contender contender{.name = name};
-    OKV_ASSIGN_OR_RETURN(contender.rotations, ReadRotationFile(path));
-    contender.format =
-        MakeFormat(config, contender.rotations,
-                   {.sink_tokens = options.sink_tokens, .recent_tokens = options.recent_tokens});
+    OKV_ASSIGN_OR_RETURN(RotationSet rotations, ReadRotationFile(path));
+    OKV_ASSIGN_OR_RETURN(Contender contender,
+                         MakeContender(config, std::move(rotations),
+                                       {.name = name,
+                                        .windows = {.sink_tokens = options.sink_tokens,
+                                                    .recent_tokens = options.recent_tokens}}));
     contenders.push_back(std::move(contender));
   }
   return contenders;
 }
 
-absl::StatusOr<double> WindowNll(Model* model, Contender* contender,
-                                 absl::Span<const uint32_t> tokens, ThreadPool* pool) {
-  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Sequence> sequence,
-                       MakeSequence(model->config(), contender->format, &contender->rotations,
-                                    static_cast<uint32_t>(tokens.size()), pool));
-  SequenceCache cache(sequence.get());
-  OKV_ASSIGN_OR_RETURN(
-      const std::vector<float> nll,
-      model->ForwardNll(tokens.subspan(0, tokens.size() - 1), tokens.subspan(1), &cache));
-  double sum = 0;
-  for (const float value : nll) sum += value;
-  return sum / static_cast<double>(nll.size());
-}
-
-Interval PairedDifference(const Contender& a, const Contender& b, uint64_t seed) {
-  std::vector<double> differences;
-  for (size_t i = 0; i < a.window_nll.size(); ++i) {
-    differences.push_back(a.window_nll[i] - b.window_nll[i]);
-  }
-  return BootstrapMean(differences, kResamplesCount, seed);
-}
-
-NllReport Summarize(const NllOptions& options, std::vector<Contender> contenders) {
+NllReport Summarize(const NllOptions& options, absl::Span<const Contender> contenders,
+                    absl::Span<const WindowScores> scores) {
+  const uint64_t seed = options.windows.seed;
   NllReport report;
-  report.windows = options.tokens / options.window;
-  report.tokens = report.windows * (options.window - 1);
-  for (const Contender& contender : contenders) {
-    report.nll[contender.name] =
-        BootstrapMean(contender.window_nll, /*resamples_count=*/1, options.seed).mean;
-    if (contender.name == kBaseline) continue;
-    report.gap[contender.name] = PairedDifference(contender, contenders[0], options.seed);
+  report.windows = options.windows.windows_count();
+  report.tokens = report.windows * (options.windows.window - 1);
+  std::vector<size_t> order;
+  for (size_t i = 0; i < contenders.size(); ++i) {
+    report.nll[contenders[i].name] = MeanInterval(scores[i].nll, seed).mean;
+    if (i == 0) continue;
+    report.gap[contenders[i].name] = PairedInterval(scores[i].nll, scores[0].nll, seed);
+    order.push_back(i);
   }
-  std::sort(contenders.begin() + 1, contenders.end(),
-            [&report](const Contender& a, const Contender& b) {
-              return report.gap[a.name].mean < report.gap[b.name].mean;
-            });
-  for (size_t i = 2; i < contenders.size(); ++i) {
-    report.difference[absl::StrCat(contenders[i].name, "-", contenders[i - 1].name)] =
-        PairedDifference(contenders[i], contenders[i - 1], options.seed);
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return report.gap[contenders[a].name].mean < report.gap[contenders[b].name].mean;
+  });
+  for (size_t i = 1; i < order.size(); ++i) {
+    report.difference[absl::StrCat(contenders[order[i]].name, "-", contenders[order[i - 1]].name)] =
+        PairedInterval(scores[order[i]].nll, scores[order[i - 1]].nll, seed);
   }
   return report;
 }
@@ -89,14 +54,9 @@ NllReport Summarize(const NllOptions& options, std::vector<Contender> contenders
 }  // namespace
 
 absl::Status NllOptions::Validate() const {
-  if (model.empty()) return absl::InvalidArgumentError("--model is missing");
-  if (text.empty()) return absl::InvalidArgumentError("--text is missing");
-  OKV_RETURN_IF_ERROR(ValidateThreads(threads));
-  if (window < 2 || tokens == 0 || tokens % window != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--tokens ", tokens, " is not a multiple of --window ", window));
-  }
-  if (rotations.contains(kBaseline)) {
+  OKV_RETURN_IF_ERROR(windows.Validate());
+  for (const auto& [name, path] : rotations) {
+    if (name != kBf16Name) continue;
     return absl::InvalidArgumentError("--rotations: the name 'bf16' is the baseline's");
   }
   return absl::OkStatus();
@@ -104,26 +64,13 @@ absl::Status NllOptions::Validate() const {
 
 absl::StatusOr<NllReport> RunNll(const NllOptions& options) {
   OKV_RETURN_IF_ERROR(options.Validate());
-  ThreadPool pool(options.threads != 0 ? options.threads
-                                       : std::max(1u, std::thread::hardware_concurrency()));
-  OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options.model, &pool));
+  OKV_ASSIGN_OR_RETURN(const LoadedWindows loaded, LoadWindows(options.windows));
+  OKV_ASSIGN_OR_RETURN(const std::vector<Contender> contenders,
+                       MakeContenders(options, loaded.model->config()));
   OKV_ASSIGN_OR_RETURN(
-      const std::vector<uint32_t> tokens,
-      ReadTokens(model->tokenizer(), options.text,
-                 {.skip_tokens = options.skip_tokens, .tokens_count = options.tokens}));
-  OKV_ASSIGN_OR_RETURN(std::vector<Contender> contenders, MakeContenders(options, model->config()));
-  for (uint32_t first = 0; first < options.tokens; first += options.window) {
-    for (Contender& contender : contenders) {
-      OKV_ASSIGN_OR_RETURN(const double nll,
-                           WindowNll(model.get(), &contender,
-                                     absl::MakeSpan(tokens).subspan(first, options.window), &pool));
-      contender.window_nll.push_back(nll);
-      std::fprintf(stderr, "okv-bench nll: window %u of %u, %-10s %.5f\n",
-                   first / options.window + 1, options.tokens / options.window,
-                   contender.name.c_str(), nll);
-    }
-  }
-  return Summarize(options, std::move(contenders));
+      const std::vector<WindowScores> scores,
+      ScoreWindows(options.windows, loaded, contenders, {.command = "nll", .compare = false}));
+  return Summarize(options, contenders, scores);
 }
 
 std::string NllReport::ToTable() const {

@@ -4,29 +4,25 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "cmd/bench/bootstrap.h"
+#include "cmd/bench/windows.h"
 
 namespace okv {
 
 // What INT2 history costs in quality: the negative log likelihood (nats per token) of one text
 // under one set of weights with BF16 KV and with INT2 history under each rotation set, window by
-// window.
+// window. quality.h measures more and takes longer.
 struct NllOptions {
-  std::string model;
-  std::string text;
-  uint32_t skip_tokens = 0;  // Left out at the beginning: what a calibration has seen.
-  uint32_t tokens = 32768;   // A multiple of window.
-  uint32_t window = 2048;    // Tokens of one sequence; each starts an empty cache.
+  WindowsOptions windows;
   // Name -> rotation set file.
-  std::map<std::string, std::string> rotations;
+  std::vector<std::pair<std::string, std::string>> rotations;
   uint32_t sink_tokens = 64;
   uint32_t recent_tokens = 256;
-  uint32_t threads = 0;  // 0: one per core.
-  uint64_t seed = 1;     // Of the bootstrap.
 
   // kInvalidArgument naming the flag.
   absl::Status Validate() const;

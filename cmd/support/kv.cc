@@ -79,16 +79,21 @@ absl::StatusOr<RotationSet> ReadRotationFile(const std::string& path) {
       absl::StrCat("rotation set '", path, "': ", absl::string_view(set.status().message())));
 }
 
-absl::StatusOr<std::unique_ptr<Sequence>> MakeSequence(const ModelConfig& config,
-                                                       const Format& format,
-                                                       const RotationSet* rotations,
-                                                       uint32_t tokens_max, ThreadPool* pool) {
+SequenceOptions MakeSequenceOptions(const ModelConfig& config, const Format& format,
+                                    uint32_t tokens_max) {
   SequenceOptions options;
   options.format = format;
   options.query_heads = config.query_heads;
   options.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
   options.tokens_max = tokens_max;
-  return Sequence::Create(options, rotations, pool);
+  return options;
+}
+
+absl::StatusOr<std::unique_ptr<Sequence>> MakeSequence(const ModelConfig& config,
+                                                       const Format& format,
+                                                       const RotationSet* rotations,
+                                                       uint32_t tokens_max, ThreadPool* pool) {
+  return Sequence::Create(MakeSequenceOptions(config, format, tokens_max), rotations, pool);
 }
 
 absl::Status SequenceCache::Append(const AppendRows& rows) {

@@ -48,7 +48,10 @@ struct TokenRange {
 absl::StatusOr<std::vector<uint32_t>> ReadTokens(const Tokenizer& tokenizer,
                                                  const std::string& path, const TokenRange& range);
 
-// An empty sequence for `config` under `format`.
+// What Sequence::Create needs to know of `config` under `format`.
+SequenceOptions MakeSequenceOptions(const ModelConfig& config, const Format& format,
+                                    uint32_t tokens_max);
+// An empty sequence with these options.
 absl::StatusOr<std::unique_ptr<Sequence>> MakeSequence(const ModelConfig& config,
                                                        const Format& format,
                                                        const RotationSet* rotations,

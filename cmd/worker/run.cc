@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <cstdio>
+#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -12,13 +14,16 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cluster.h"
+#include "client/metrics_server.h"
 #include "client/prefix.h"
+#include "client/transport/address.h"
 #include "client/transport/transport.h"
 #include "cmd/engine/model.h"
 #include "cmd/engine/sampler.h"
 #include "cmd/engine/tokenizer.h"
 #include "cmd/support/files.h"
 #include "cmd/support/kv.h"
+#include "cmd/worker/metrics.h"
 #include "proto/sha256.h"
 #include "proto/status_macros.h"
 
@@ -50,6 +55,9 @@ struct Worker {
   std::unique_ptr<Model> model;
   RotationSet rotations;
   Format format;
+  std::unique_ptr<DriftMonitor> drift;
+  std::unique_ptr<DriftMetrics> metrics;
+  std::unique_ptr<MetricsServer> metrics_server;
   std::unique_ptr<Transport> transport;
   std::unique_ptr<Cluster> cluster;
   std::unique_ptr<Sequence> sequence;
@@ -91,6 +99,38 @@ absl::StatusOr<std::vector<uint32_t>> MakePrompt(const RunOptions& options,
   for (const uint32_t token : options.ending_tokens) tokens.push_back(token);
   if (tokens.empty()) return absl::InvalidArgumentError("the prompt is empty");
   return tokens;
+}
+
+// Counts what is demoted and shows it on --metrics. The address is printed at once: the run may be
+// long, and the port any free one.
+absl::Status StartMetrics(const RunOptions& options, Worker* worker) {
+  worker->drift = std::make_unique<DriftMonitor>(
+      &worker->rotations, DriftOptions{.rows_per_sample = options.drift_rows_per_sample});
+  if (options.metrics.empty()) return absl::OkStatus();
+  worker->metrics =
+      std::make_unique<DriftMetrics>(worker->drift.get(), worker->format.rotation_hash);
+  OKV_ASSIGN_OR_RETURN(worker->metrics_server,
+                       MetricsServer::Start(options.metrics, [metrics = worker->metrics.get()] {
+                         return metrics->Text();
+                       }));
+  std::printf("okv-worker metrics on %s\n", worker->metrics_server->address().c_str());
+  std::fflush(stdout);
+  return absl::OkStatus();
+}
+
+absl::Status OpenSequence(const RunOptions& options, Worker* worker) {
+  SequenceOptions sequence =
+      MakeSequenceOptions(worker->model->config(), worker->format,
+                          static_cast<uint32_t>(worker->tokens.size()) + options.max_new_tokens);
+  sequence.drift = worker->drift.get();
+  // Another prompt shows other rows; the same one always the same.
+  const std::array<uint8_t, 32> digest =
+      Sha256(absl::string_view(reinterpret_cast<const char*>(worker->tokens.data()),
+                               worker->tokens.size() * sizeof(uint32_t)));
+  std::memcpy(&sequence.drift_salt, digest.data(), sizeof(sequence.drift_salt));
+  OKV_ASSIGN_OR_RETURN(worker->sequence,
+                       Sequence::Create(sequence, &worker->rotations, &worker->pool));
+  return absl::OkStatus();
 }
 
 absl::Status OpenCluster(const RunOptions& options, Worker* worker) {
@@ -206,7 +246,7 @@ absl::Status RunOptions::Validate() const {
   if ((store || store_finished) && control.empty()) {
     return absl::InvalidArgumentError("--store and --store_finished need --control");
   }
-  return absl::OkStatus();
+  return metrics.empty() ? absl::OkStatus() : CheckLoopback("metrics", metrics);
 }
 
 absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
@@ -219,6 +259,7 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
   worker.format =
       MakeFormat(config, worker.rotations,
                  {.sink_tokens = options.sink_tokens, .recent_tokens = options.recent_tokens});
+  OKV_RETURN_IF_ERROR(StartMetrics(options, &worker));
   OKV_ASSIGN_OR_RETURN(worker.tokens, MakePrompt(options, worker.model->tokenizer()));
   const uint32_t prompt_tokens = static_cast<uint32_t>(worker.tokens.size());
   if (uint64_t{prompt_tokens} + options.max_new_tokens > config.context_tokens) {
@@ -226,9 +267,7 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
         "a prompt of ", prompt_tokens, " tokens and --max_new_tokens ", options.max_new_tokens,
         " exceed the model's context of ", config.context_tokens));
   }
-  OKV_ASSIGN_OR_RETURN(worker.sequence,
-                       MakeSequence(config, worker.format, &worker.rotations,
-                                    prompt_tokens + options.max_new_tokens, &worker.pool));
+  OKV_RETURN_IF_ERROR(OpenSequence(options, &worker));
   if (!options.control.empty()) OKV_RETURN_IF_ERROR(OpenCluster(options, &worker));
 
   RunReport report;
@@ -243,6 +282,7 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
   OKV_RETURN_IF_ERROR(Generate(options, &worker, write_group, start, &report, &objects));
   OKV_RETURN_IF_ERROR(HashObjects(worker, /*whole=*/true, &objects));
   report.objects_sha256 = objects.Hex();
+  report.drift = worker.drift->Stats();
   if (options.store_finished) {
     const StoreResult stored = StoreFinished(worker.cluster.get(), *worker.sequence, worker.tokens,
                                              write_group, options.deadline);
@@ -252,6 +292,30 @@ absl::StatusOr<RunReport> RunWorker(const RunOptions& options) {
   }
   return report;
 }
+
+namespace {
+
+// The layers that have sampled rows, K and V apart.
+nlohmann::json DriftJson(const DriftStats& stats) {
+  nlohmann::json json = nlohmann::json::array();
+  for (const DriftLayer& layer : stats.layers) {
+    for (const bool is_value : {false, true}) {
+      const DriftTensor& sums = is_value ? layer.v : layer.k;
+      if (sums.rows == 0) continue;
+      json.push_back({{"layer", layer.layer_id},
+                      {"tensor", is_value ? "v" : "k"},
+                      {"sampled_rows", sums.rows},
+                      {"sampled_elements", sums.elements},
+                      {"clipped_elements", sums.clipped_elements},
+                      {"squared_error", sums.squared_error},
+                      {"squared_norm", sums.squared_norm}});
+      if (sums.promised_error.has_value()) json.back()["promised_error"] = *sums.promised_error;
+    }
+  }
+  return json;
+}
+
+}  // namespace
 
 std::string RunReport::ToJson() const {
   const nlohmann::json json = {{"rotation_hash", rotation_hash},
@@ -275,7 +339,8 @@ std::string RunReport::ToJson() const {
                                {"tokens", tokens},
                                {"text", text},
                                {"logits_sha256", logits_sha256},
-                               {"objects_sha256", objects_sha256}};
+                               {"objects_sha256", objects_sha256},
+                               {"drift", DriftJson(drift)}};
   // Generated bytes may end inside a UTF-8 character.
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/drift.h"
 #include "client/transport/transport.h"
 
 namespace okv {
@@ -41,6 +42,9 @@ struct RunOptions {
   absl::Duration connect_timeout = absl::Seconds(10);
   absl::Duration deadline = absl::Seconds(30);  // Of one fetch, or one put.
 
+  std::string metrics;  // host:port of /metrics while it runs; empty: none.
+  uint32_t drift_rows_per_sample = DriftOptions().rows_per_sample;  // 0: none.
+
   // kInvalidArgument naming the flag.
   absl::Status Validate() const;
 };
@@ -68,6 +72,7 @@ struct RunReport {
   std::string text;
   std::string logits_sha256;   // Over the logits of every sampled position.
   std::string objects_sha256;  // Over the payloads this run stores, or would store.
+  DriftStats drift;            // Of the rows that this run demoted.
 
   std::string ToJson() const;
 };

@@ -1,47 +1,18 @@
-#include <sys/wait.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "proto/rotation_set.h"
+#include "tests/calib/run_calibrate.h"
 #include "tests/calib/test_data.h"
 
 namespace okv {
 namespace {
 
 using testing::HasSubstr;
-
-struct RunResult {
-  int exit_code;
-  std::string output;  // stdout and stderr together.
-  std::string last_line() const {
-    const std::vector<std::string> lines = absl::StrSplit(output, '\n', absl::SkipEmpty());
-    return lines.empty() ? "" : lines.back();
-  }
-};
-
-RunResult RunCalibrate(const std::string& arguments) {
-  const char* bin = std::getenv("OKV_BIN_DIR");
-  EXPECT_NE(bin, nullptr) << "run by ctest, which sets OKV_BIN_DIR";
-  const std::string command = absl::StrCat(bin, "/okv-calibrate ", arguments, " 2>&1");
-  std::FILE* pipe = popen(command.c_str(), "r");
-  RunResult result{.exit_code = -1, .output = ""};
-  if (pipe == nullptr) return result;
-  char buffer[4096];
-  while (const size_t bytes = fread(buffer, 1, sizeof(buffer), pipe)) {
-    result.output.append(buffer, bytes);
-  }
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) result.exit_code = WEXITSTATUS(status);
-  return result;
-}
 
 class CalibrateProgramTest : public testing::Test {
  protected:
@@ -50,7 +21,7 @@ class CalibrateProgramTest : public testing::Test {
   const TempDirectory directory_;
   const std::string dump_ = directory_.Path("dump");
   const std::string out_ = directory_.Path("rotations.safetensors");
-  const std::string fit_ = absl::StrCat("fit --dump ", dump_, " --out ", out_);
+  const std::string fit_ = absl::StrCat("fit --refine_steps 5 --dump ", dump_, " --out ", out_);
 };
 
 TEST_F(CalibrateProgramTest, FitWritesASetThatInspectAndTheLibraryRead) {
@@ -87,7 +58,7 @@ TEST_F(CalibrateProgramTest, ThePublishedRecipeIsAFlagAndItsPartsCanBeChanged) {
   ASSERT_EQ(plain.exit_code, 0) << plain.output;
   const auto json = nlohmann::json::parse(plain.last_line(), nullptr, false);
   EXPECT_EQ(json["key_objectives_used"], "qqt 2");
-  EXPECT_EQ(json["signs_kept"], 0);
+  EXPECT_EQ(json["refined"], 0);
   auto set = RotationSet::Parse(ReadFile(out_));
   ASSERT_TRUE(set.ok()) << set.status();
   EXPECT_THAT(set->clip_rank_k, testing::Each(61u));
@@ -101,7 +72,7 @@ TEST_F(CalibrateProgramTest, ThePublishedRecipeIsAFlagAndItsPartsCanBeChanged) {
   EXPECT_THAT(set->clip_rank_k, testing::Each(32u));
   EXPECT_EQ(set->provenance.at("key_objectives_used"), "kkt 2");
   EXPECT_EQ(set->provenance.at("clip_v"), "auto");
-  EXPECT_EQ(set->provenance.at("signs"), "plain");
+  EXPECT_EQ(set->provenance.at("refine_steps"), "0");
 }
 
 TEST_F(CalibrateProgramTest, TwoFitsWriteEqualFiles) {
@@ -132,8 +103,8 @@ TEST_F(CalibrateProgramTest, ErrorsExitWithOneAndNameTheThing) {
            Case{fit_ + " --clip_v most", "--clip_v 'most'"},
            Case{fit_ + " --key_objective kv", "'kv'"},
            Case{fit_ + " --recipe best", "--recipe 'best'"},
-           Case{fit_ + " --signs random", "--signs 'random'"},
-           Case{fit_ + " --row_tokens 0", "row_tokens is 0"},
+           Case{fit_ + " --key_objective vvt", "'vvt'"},
+           Case{fit_ + " --fit_windows 0", "fit_windows is 0"},
            Case{fit_ + " --no_such_flag 1", "no_such_flag"},
            Case{"fit --dump " + dump_ + " --out " + directory_.Path("absent/set"), "absent/set"},
            Case{"fit --dump " + dump_ + " --out " + directory_.path(), directory_.path().c_str()},

@@ -4,9 +4,11 @@
 #include <limits>
 #include <random>
 
+#include "calib/covariance.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/bf16.h"
+#include "tests/calib/test_data.h"
 
 namespace okv {
 namespace {
@@ -218,6 +220,71 @@ TEST(LinalgBasicsTest, QuadraticFormsMatchTheSchoolbook) {
         sum += rows[t * dim + i] * c[i * dim + j] * rows[t * dim + j];
     }
     EXPECT_NEAR(forms[t], sum, 1e-9 * std::abs(sum));
+  }
+}
+
+TEST(BasisWithLeadingTest, IsOrthonormalAndBeginsWithTheLeadingVectors) {
+  const LayerDump layer = SyntheticLayer({}, 3);
+  ThreadPool pool(1);
+  const auto keys = SymmetricEigen(KeyCovariance(layer, &pool)[0], 64);
+  ASSERT_TRUE(keys.ok());
+  // A singular C: only three directions.
+  Matrix c(size_t{64} * 64, 0.0);
+  for (uint32_t i = 0; i < 3; ++i) c[size_t{i} * 64 + i] = 3.0 - i;
+  const auto basis = BasisWithLeading(keys->vectors, 2, c, 64);
+  ASSERT_TRUE(basis.ok()) << basis.status();
+  for (uint32_t row = 0; row < 64; ++row) {
+    EXPECT_EQ((*basis)[row * 64], keys->vectors[row * 64]);
+    EXPECT_EQ((*basis)[row * 64 + 1], keys->vectors[row * 64 + 1]);
+  }
+  double worst = 0;
+  for (uint32_t i = 0; i < 64; ++i) {
+    for (uint32_t j = 0; j < 64; ++j) {
+      double sum = i == j ? -1.0 : 0.0;
+      for (uint32_t row = 0; row < 64; ++row) {
+        sum += (*basis)[row * 64 + i] * (*basis)[row * 64 + j];
+      }
+      worst = std::max(worst, std::abs(sum));
+    }
+  }
+  EXPECT_LT(worst, 1e-10);
+}
+
+// A turn by Cayley keeps a rotation orthogonal, and is the exponential to second order.
+TEST(TurnByCayleyTest, IsARotationByTheAngles) {
+  Matrix angles(size_t{64} * 64, 0.0);
+  angles[1] = 0.02;  // Turns channels 0 and 1 into each other.
+  angles[64] = -0.02;
+  const Matrix start = Hadamard(64);
+  const Matrix turned = TurnByCayley(start, angles, 64);
+  EXPECT_LT(OrthogonalityErrorOf(turned, 64), 1e-12);
+  const double angle = 2 * std::atan(0.01);
+  for (size_t row = 0; row < 64; ++row) {
+    const double a = start[row * 64];
+    const double b = start[row * 64 + 1];
+    EXPECT_NEAR(turned[row * 64], std::cos(angle) * a - std::sin(angle) * b, 1e-12);
+    EXPECT_NEAR(turned[row * 64 + 1], std::sin(angle) * a + std::cos(angle) * b, 1e-12);
+    EXPECT_NEAR(turned[row * 64 + 5], start[row * 64 + 5], 1e-12);
+  }
+}
+
+// f(R) = sum of G * R: its change along R -> R exp(A) is the sum of (R^T G) * A.
+TEST(SkewGradientTest, IsTheChangeAlongATurn) {
+  std::vector<float> gradient(size_t{64} * 64);
+  for (size_t i = 0; i < gradient.size(); ++i) {
+    gradient[i] = static_cast<float>(std::sin(static_cast<double>(i)));
+  }
+  const Matrix start = Hadamard(64);
+  const Matrix skew = SkewGradient(start, gradient, 64);
+  for (const auto& [i, j] : {std::pair<size_t, size_t>{0, 1}, {5, 40}, {63, 2}}) {
+    EXPECT_EQ(skew[i * 64 + j], -skew[j * 64 + i]);
+    Matrix angles(start.size(), 0.0);
+    angles[i * 64 + j] = 1e-5;
+    angles[j * 64 + i] = -1e-5;
+    const Matrix turned = TurnByCayley(start, angles, 64);
+    double change = 0;
+    for (size_t e = 0; e < start.size(); ++e) change += gradient[e] * (turned[e] - start[e]);
+    EXPECT_NEAR(change / 1e-5, 2 * skew[i * 64 + j], 1e-4);
   }
 }
 

@@ -53,8 +53,8 @@ void Quantize(const LayerRotation& rotation, uint32_t head, uint32_t dim, Rows* 
                                       .row_stride = dim,
                                       .dim = dim,
                                       .group_size = rotation.group_size,
-                                      .clip_rank_k = rotation.clip_rank_k,
-                                      .clip_rank_v = rotation.clip_rank_v},
+                                      .clip_rank_k = rotation.clip_rank_k[head],
+                                      .clip_rank_v = rotation.clip_rank_v[head]},
                                      run.data(), &bad)
                   .ok());
   std::vector<float> restored[] = {std::vector<float>(y[0].size()),
@@ -125,7 +125,7 @@ TEST_P(MeasureTest, ErrorsMatchTheSchoolbook) {
   const LayerDump layer = SyntheticLayer({.sequence_lengths = {100, 60}}, 3);
   const SequenceRange range = {.first_token = 100, .tokens_count = 60};  // Fits in one block.
   const auto fitted =
-      FitLayer(layer, {.scope = GetParam(), .group_size = 32, .measure_tokens = 0}, &pool);
+      FitLayer(layer, Quick({.scope = GetParam(), .group_size = 32, .measure_tokens = 0}), &pool);
   ASSERT_TRUE(fitted.ok()) << fitted.status();
   EXPECT_EQ(fitted->report.int2.tokens_count, 0u);
   const std::vector<Matrix> c_q = QueryCovariance(layer, &pool);
@@ -171,7 +171,7 @@ TEST(MeasureGroupsTest, FinerGroupsGiveSmallerErrors) {
   const LayerDump layer = SyntheticLayer({.sequence_lengths = {200}, .head_dim = 128}, 12);
   double last = 1e9;
   for (const uint32_t group_size : {128u, 64u, 32u}) {
-    const auto fitted = FitLayer(layer, {.group_size = group_size}, &pool);
+    const auto fitted = FitLayer(layer, Quick({.group_size = group_size}), &pool);
     ASSERT_TRUE(fitted.ok()) << fitted.status();
     EXPECT_LT(fitted->report.int2.output, last);
     last = fitted->report.int2.output;

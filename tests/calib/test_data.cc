@@ -118,6 +118,56 @@ LayerDump SyntheticLayer(const SyntheticShape& shape, uint32_t seed) {
   return layer;
 }
 
+RowSample GaussianRows(uint32_t dim, uint32_t rows_count, float mean, uint32_t channels,
+                       uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  RowSample sample{.dim = dim, .rows = {}};
+  for (uint32_t i = 0; i < rows_count * dim; ++i) {
+    sample.rows.push_back(FloatToBf16(normal(random) + (i % dim < channels ? mean : 0.0f)));
+  }
+  return sample;
+}
+
+RowSample SpikedRows(uint32_t dim, uint32_t rows_count, uint32_t directions, uint32_t seed) {
+  std::normal_distribution<float> normal;
+  std::mt19937 shape(1 + seed / 50);
+  std::vector<std::vector<float>> spikes(directions, std::vector<float>(dim));
+  for (std::vector<float>& spike : spikes) {
+    for (float& x : spike) x = normal(shape) * 6 / std::sqrt(static_cast<float>(dim));
+  }
+  std::mt19937 random(seed);
+  RowSample sample{.dim = dim, .rows = {}};
+  for (uint32_t row = 0; row < rows_count; ++row) {
+    std::vector<float> parts(directions);
+    // One sided: a mean along each direction, as keys have it.
+    for (float& part : parts) part = 2 + normal(random);
+    for (uint32_t c = 0; c < dim; ++c) {
+      float x = normal(random) * 0.5f;
+      for (uint32_t i = 0; i < directions; ++i) x += parts[i] * spikes[i][c];
+      sample.rows.push_back(FloatToBf16(x));
+    }
+  }
+  return sample;
+}
+
+FitOptions Quick(FitOptions options) {
+  options.refine_steps = 5;
+  return options;
+}
+
+double OrthogonalityErrorOf(const Matrix& rotation, uint32_t dim) {
+  double worst = 0;
+  for (size_t i = 0; i < dim; ++i) {
+    for (size_t j = 0; j < dim; ++j) {
+      double sum = i == j ? -1.0 : 0.0;
+      for (size_t c = 0; c < dim; ++c) sum += rotation[i * dim + c] * rotation[j * dim + c];
+      worst = std::max(worst, std::abs(sum));
+    }
+  }
+  return worst;
+}
+
 std::map<std::string, std::string> LayerMetadata(uint32_t layer_id, absl::string_view layer_ids) {
   return {{"model", "synthetic"},
           {"weights_revision", "r1"},

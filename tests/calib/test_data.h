@@ -8,6 +8,9 @@
 
 #include "absl/strings/string_view.h"
 #include "calib/dump.h"
+#include "calib/fit.h"
+#include "calib/linalg.h"
+#include "calib/row_codec.h"
 
 namespace okv {
 
@@ -39,6 +42,19 @@ struct SyntheticShape {
 // directions, queries and keys in the same ones, keys with a few channels of large offset besides.
 // Deterministic in `seed`; every number is a bf16.
 LayerDump SyntheticLayer(const SyntheticShape& shape, uint32_t seed);
+
+// Unit Gaussian rows around `mean` in each of the first `channels` channels.
+RowSample GaussianRows(uint32_t dim, uint32_t rows_count, float mean, uint32_t channels,
+                       uint32_t seed);
+// Unit Gaussian rows with large parts along `directions` random directions, the same for
+// all seeds below 50, others for the next 50.
+RowSample SpikedRows(uint32_t dim, uint32_t rows_count, uint32_t directions, uint32_t seed);
+
+// The options with descents of few steps: for tests of what is around them.
+FitOptions Quick(FitOptions options = {});
+
+// max |R R^T - I|.
+double OrthogonalityErrorOf(const Matrix& rotation, uint32_t dim);
 
 // Metadata of a good layer file; tests change an entry to make it bad.
 std::map<std::string, std::string> LayerMetadata(uint32_t layer_id, absl::string_view layer_ids);

@@ -88,8 +88,10 @@ TEST_F(ProgramsTest, TakenPortAndTakenDirectoryAreNamed) {
 
 TEST_F(ProgramsTest, PublishedSetSurvivesAKillAndComesBackByteForByte) {
   Start();
-  const std::string file = SmallRotations("hadamard", 2).Serialize();
-  const std::string hash = SmallRotations("hadamard", 2).hash().Hex();
+  RotationSet set = SmallRotations("hadamard", 2);
+  set.promised_error_v = {0.25f, 0.5f};
+  const std::string file = set.Serialize();
+  const std::string hash = set.hash().Hex();
   WriteFile(directory_.Path("set.safetensors"), file);
   RunResult result = Okvctl({"publish", directory_.Path("set.safetensors")});
   EXPECT_EQ(result.code, 0) << result.output;

@@ -54,7 +54,8 @@ class ExchangeTest : public testing::Test {
 };
 
 TEST_F(ExchangeTest, ClusterGetsBackTheBytesItPublishedAlsoAfterARestart) {
-  const RotationSet set = SmallRotations("hadamard", 2);
+  RotationSet set = SmallRotations("hadamard", 2);
+  set.promised_error_k = {0.25f, 0.5f};
   const auto hash = Cluster::PublishRotation(Client(), set);
   ASSERT_TRUE(hash.ok()) << hash.status();
   EXPECT_EQ(*hash, set.hash());
@@ -63,6 +64,7 @@ TEST_F(ExchangeTest, ClusterGetsBackTheBytesItPublishedAlsoAfterARestart) {
     const auto got = Cluster::GetRotation(Client(), *hash);
     ASSERT_TRUE(got.ok()) << got.status();
     EXPECT_EQ(got->Serialize(), set.Serialize());
+    EXPECT_EQ(*got, set);
     Start();
   }
 }

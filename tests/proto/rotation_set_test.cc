@@ -1,6 +1,7 @@
 #include "proto/rotation_set.h"
 
 #include <functional>
+#include <limits>
 #include <random>
 #include <set>
 
@@ -64,6 +65,31 @@ TEST(RotationSetTest, ParseReadsWhatSerializeWrote) {
   }
 }
 
+TEST(RotationSetTest, PromisedErrorsTravelInTheFileAndAreNotPartOfTheHash) {
+  for (const bool k_too : {false, true}) {
+    RotationSet set = PerHeadRotations();
+    if (k_too) set.promised_error_k = {0.25f, 0};
+    set.promised_error_v = {0.125f, 0.0625f};
+    EXPECT_EQ(set.hash(), PerHeadRotations().hash());
+    const auto parsed = RotationSet::Parse(set.Serialize());
+    ASSERT_TRUE(parsed.ok()) << parsed.status();
+    EXPECT_EQ(*parsed, set);
+  }
+}
+
+TEST(RotationSetTest, ValidateNamesAPromisedErrorThatIsNone) {
+  RotationSet set = PerHeadRotations();
+  set.promised_error_k = {0.5f};
+  EXPECT_THAT(set.Validate(), Invalid("tensor 'promised_error_k' has the wrong size"));
+  set.promised_error_k = {0.5f, -0.5f};
+  EXPECT_THAT(set.Validate(), Invalid("promised_error_k of layer 8 is -0.5"));
+  set.promised_error_k.clear();
+  set.promised_error_v = {std::numeric_limits<float>::quiet_NaN(), 0.5f};
+  EXPECT_THAT(set.Validate(), Invalid("promised_error_v of layer 3 is nan"));
+  set.promised_error_v = {0.5f, std::numeric_limits<float>::infinity()};
+  EXPECT_THAT(set.Validate(), Invalid("promised_error_v of layer 8 is inf"));
+}
+
 TEST(RotationSetTest, RotationsAreFoundByLayerAndHead) {
   const RotationSet shared = Rotations();
   EXPECT_EQ(shared.RotationK(0, 1), shared.r_k.data());
@@ -72,7 +98,7 @@ TEST(RotationSetTest, RotationsAreFoundByLayerAndHead) {
   EXPECT_EQ(per_head.RotationV(1, 1), per_head.r_v.data() + 3 * 64 * 64);
 }
 
-TEST(RotationSetTest, EverythingButTheProvenanceChangesTheHash) {
+TEST(RotationSetTest, EverythingButPromisesAndProvenanceChangesTheHash) {
   const std::vector<Change> changes = {
       {"model", [](RotationSet* s) { s->model = "other"; }},
       {"weights_revision", [](RotationSet* s) { s->weights_revision = "r2"; }},
@@ -238,6 +264,11 @@ TEST(RotationSetTest, ParseNamesATensorOfTheWrongKind) {
   parts = Parts(Rotations());
   parts.tensors["clip_rank_k"].dtype = "I32";
   EXPECT_THAT(parts.Parse(), Invalid("tensor 'clip_rank_k' is I32"));
+  RotationSet promising = Rotations();
+  promising.promised_error_v = {0.5f};
+  parts = Parts(promising);
+  parts.tensors["promised_error_v"].shape = {1, 1};
+  EXPECT_THAT(parts.Parse(), Invalid("tensor 'promised_error_v' is F32 [1, 1], not F32 [1]"));
 }
 
 TEST(RotationSetTest, ParseNamesAFieldThatIsNoNumber) {

@@ -1,0 +1,119 @@
+#include "calib/search.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "calib/refine.h"
+#include "proto/check.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+namespace {
+
+// Lives for one call. Thread-compatible.
+class Search {
+ public:
+  Search(KvTensor tensor, absl::Span<const HeadData> heads, const SearchOptions& options)
+      : tensor_(tensor), heads_(heads), options_(options) {
+    for (const HeadData& head : heads) {
+      rows_.push_back(head.fit->Rows(tensor));
+      weights_.push_back(head.weights->tensor(tensor));
+      const size_t count = weights_.back().weights.size();
+      const std::vector<float> even(count, 1.0f / static_cast<float>(count));
+      even_.push_back({.weights = even, .masses = even, .mean_factor = 1});
+    }
+  }
+
+  absl::StatusOr<FoundRotation> Run(const std::vector<Matrix>& rotations);
+
+ private:
+  std::vector<WeightedRows> Rows(const std::vector<RowWeights>& weights) const {
+    std::vector<WeightedRows> rows;
+    for (size_t i = 0; i < rows_.size(); ++i) rows.push_back({&rows_[i], &weights[i]});
+    return rows;
+  }
+  absl::StatusOr<SquaredError> Judge(const std::vector<uint16_t>& rotation, uint32_t rank) const;
+  // Judges `rotation` at the rank that `rows` like best and up to `reach` ranks beside it; keeps
+  // the best so far.
+  absl::Status Try(const Matrix& rotation, const std::vector<WeightedRows>& rows, size_t start,
+                   bool refined, ptrdiff_t reach);
+
+  const KvTensor tensor_;
+  const absl::Span<const HeadData> heads_;
+  const SearchOptions& options_;
+  std::vector<RowSample> rows_;  // One per head, as the next two.
+  std::vector<RowWeights> weights_;
+  std::vector<RowWeights> even_;
+  bool found_ = false;
+  FoundRotation best_;
+};
+
+absl::StatusOr<SquaredError> Search::Judge(const std::vector<uint16_t>& rotation,
+                                           uint32_t rank) const {
+  SquaredError total;
+  for (const HeadData& head : heads_) {
+    OKV_ASSIGN_OR_RETURN(const SquaredError one,
+                         head.judge->Judge(tensor_, {.rotation = rotation.data(),
+                                                     .group_size = options_.group_size,
+                                                     .clip_rank = rank}));
+    total.Add(one);
+  }
+  return total;
+}
+
+absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>& rows,
+                         size_t start, bool refined, ptrdiff_t reach) {
+  const std::vector<uint32_t>& ranks = options_.clip_ranks;
+  const auto liked = std::find(ranks.begin(), ranks.end(),
+                               BestClipRank(rotation, rows, options_.group_size, ranks));
+  const auto first = liked - std::min(reach, liked - ranks.begin());
+  const auto end = liked + std::min(reach + 1, ranks.end() - liked);
+  const std::vector<uint16_t> bits = RoundToBf16(rotation);
+  for (auto rank = first; rank != end; ++rank) {
+    OKV_ASSIGN_OR_RETURN(const SquaredError error, Judge(bits, *rank));
+    if (found_ && error.error >= best_.error.error) continue;
+    found_ = true;
+    best_ = {
+        .start = start, .refined = refined, .rotation = bits, .clip_rank = *rank, .error = error};
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<FoundRotation> Search::Run(const std::vector<Matrix>& rotations) {
+  const std::vector<WeightedRows> by_weight = Rows(weights_);
+  for (size_t start = 0; start < rotations.size(); ++start) {
+    OKV_RETURN_IF_ERROR(Try(rotations[start], by_weight, start, /*refined=*/false, /*reach=*/0));
+  }
+  const size_t start = best_.start;
+  OKV_RETURN_IF_ERROR(Try(rotations[start], by_weight, start, /*refined=*/false, /*reach=*/1));
+  if (options_.refine_steps == 0) return best_;
+  const auto descend = [&](const std::vector<WeightedRows>& rows) {
+    const uint32_t rank =
+        BestClipRank(rotations[start], rows, options_.group_size, options_.clip_ranks);
+    const Matrix refined =
+        RefineRotation(rotations[start], rows, rank,
+                       {.group_size = options_.group_size, .steps = options_.refine_steps});
+    return Try(refined, rows, start, /*refined=*/true, /*reach=*/1);
+  };
+  OKV_RETURN_IF_ERROR(descend(by_weight));
+  if (tensor_ == KvTensor::kKeys) OKV_RETURN_IF_ERROR(descend(Rows(even_)));
+  return best_;
+}
+
+}  // namespace
+
+absl::StatusOr<FoundRotation> SearchRotation(const std::vector<Matrix>& rotations, KvTensor tensor,
+                                             absl::Span<const HeadData> heads,
+                                             const SearchOptions& options) {
+  OKV_CHECK(!rotations.empty() && !heads.empty() && !options.clip_ranks.empty());
+  if (rotations.size() == 1 && options.clip_ranks.size() == 1 && options.refine_steps == 0) {
+    return FoundRotation{.start = 0,
+                         .refined = false,
+                         .rotation = RoundToBf16(rotations[0]),
+                         .clip_rank = options.clip_ranks[0],
+                         .error = {}};
+  }
+  return Search(tensor, heads, options).Run(rotations);
+}
+
+}  // namespace okv

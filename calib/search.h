@@ -1,0 +1,49 @@
+#ifndef OKV_CALIB_SEARCH_H_
+#define OKV_CALIB_SEARCH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "calib/history.h"
+#include "calib/linalg.h"
+
+namespace okv {
+
+// Picks the rotation and clip rank of one tensor by what they do to attention outputs.
+
+// One of the heads that share a rotation. Borrowed.
+struct HeadData {
+  const HeadHistory* fit;
+  const HeadWeights* weights;  // Of `fit`.
+  const HeadHistory* judge;
+};
+
+struct SearchOptions {
+  uint32_t group_size;
+  std::vector<uint32_t> clip_ranks;  // What is tried, in order of size; not empty.
+  uint32_t refine_steps = 0;         // 0: the rotations are taken as they are.
+};
+
+struct FoundRotation {
+  size_t start = 0;                // Which of the given rotations it is, or began as.
+  bool refined = false;            // By RefineRotation.
+  std::vector<uint16_t> rotation;  // [dim, dim] bf16
+  uint32_t clip_rank = 0;
+  SquaredError error;  // As judged, over the heads; 0 over 0 when nothing was compared.
+};
+
+// Fits on `fit` and keeps what errs least on `judge`: each rotation at the rank that its rows like
+// best, the best of them at that rank's neighbors too; then descents from it (RefineRotation), by
+// RowWeights and for keys also with all rows alike, each at the rank that its rows like and at its
+// neighbors. Deterministic. With one rotation and one rank and no steps nothing is measured. Errors
+// as HeadHistory::Judge. REQUIRES: a rotation and a head at least, whose windows have history.
+absl::StatusOr<FoundRotation> SearchRotation(const std::vector<Matrix>& rotations, KvTensor tensor,
+                                             absl::Span<const HeadData> heads,
+                                             const SearchOptions& options);
+
+}  // namespace okv
+
+#endif  // OKV_CALIB_SEARCH_H_

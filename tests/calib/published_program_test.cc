@@ -1,0 +1,180 @@
+// okv-calibrate import, export, and inspect of an imported set.
+
+#include <filesystem>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "calib/published.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "proto/rotation_set.h"
+#include "tests/calib/run_calibrate.h"
+#include "tests/calib/test_data.h"
+#include "tests/calib/torch_data.h"
+
+namespace okv {
+namespace {
+
+using testing::Each;
+using testing::HasSubstr;
+using testing::Not;
+
+class PublishedProgramTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    WriteFile(k_, *WritePublished(RandomPublished({}, 1), PublishedVersion::kLayer, 2, "k"));
+    WriteFile(v_, *WritePublished(RandomPublished({.objective = "sst_r_h_pbr"}, 9),
+                                  PublishedVersion::kLayer, 2, "v"));
+  }
+  std::string Export(const std::string& format) const {
+    return absl::StrCat("export --set ", set_, " --k_out ", directory_.Path("k.pt"), " --v_out ",
+                        directory_.Path("v.pt"), " --format ", format);
+  }
+
+  const TempDirectory directory_;
+  const std::string k_ = directory_.Path("k_in.pt");
+  const std::string v_ = directory_.Path("v_in.pt");
+  const std::string set_ = directory_.Path("rotations.safetensors");
+  const std::string names_ =
+      " --model synthetic --weights_revision r1 --kv_heads 2 --group_size 64";
+  const std::string clips_ = " --clip_k 0.96 --clip_v 0.92";
+  const std::string import_ =
+      absl::StrCat("import --k_file ", k_, " --v_file ", v_, " --out ", set_, names_, clips_);
+};
+
+TEST_F(PublishedProgramTest, ImportedFilesComeBackAsTheyWere) {
+  const RunResult import = RunCalibrate(import_ + " --json");
+  ASSERT_EQ(import.exit_code, 0) << import.output;
+  const auto json = nlohmann::json::parse(import.last_line(), nullptr, false);
+  ASSERT_TRUE(json.is_object()) << import.output;
+  const auto set = RotationSet::Parse(ReadFile(set_));
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_EQ(json["hash"], set->hash().Hex());
+  EXPECT_THAT(set->clip_rank_k, Each(61u));
+  EXPECT_THAT(set->clip_rank_v, Each(58u));
+  EXPECT_EQ(set->provenance.at("k_file"), "k_in.pt");
+  EXPECT_EQ(set->provenance.at("v_file_sha256").size(), 64u);
+
+  const RunResult exported = RunCalibrate(Export("v1"));
+  ASSERT_EQ(exported.exit_code, 0) << exported.output;
+  EXPECT_THAT(exported.output, HasSubstr("fp32 as imported"));
+  EXPECT_EQ(ReadFile(directory_.Path("k.pt")).size(), ReadFile(k_).size());
+  EXPECT_EQ(*ParsePublished(ReadFile(directory_.Path("k.pt"))), *ParsePublished(ReadFile(k_)));
+  EXPECT_EQ(*ParsePublished(ReadFile(directory_.Path("v.pt"))), *ParsePublished(ReadFile(v_)));
+
+  ASSERT_EQ(RunCalibrate(Export("v2")).exit_code, 0);
+  const auto second = ParsePublished(ReadFile(directory_.Path("k.pt")));
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_TRUE(second->per_head);
+  EXPECT_EQ(second->heads, 2u);
+}
+
+TEST_F(PublishedProgramTest, AFittedSetIsExportedToo) {
+  WriteDump(directory_.Path("dump"), {0, 1}, {}, 1);
+  ASSERT_EQ(RunCalibrate(absl::StrCat("fit --dump ", directory_.Path("dump"), " --out ", set_,
+                                      " --method hadamard"))
+                .exit_code,
+            0);
+  const RunResult exported = RunCalibrate(Export("v2"));
+  ASSERT_EQ(exported.exit_code, 0) << exported.output;
+  EXPECT_THAT(exported.output, HasSubstr("bf16 as served"));
+  const auto read = ParsePublished(ReadFile(directory_.Path("v.pt")));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->objective, "hadamard");
+}
+
+TEST_F(PublishedProgramTest, InspectSaysHowSymmetricTheRecoveredCovarianceIs) {
+  ASSERT_EQ(RunCalibrate(import_).exit_code, 0);
+  const RunResult inspect = RunCalibrate("inspect --json " + set_);
+  ASSERT_EQ(inspect.exit_code, 0) << inspect.output;
+  const auto json = nlohmann::json::parse(inspect.last_line(), nullptr, false);
+  ASSERT_TRUE(json.is_object()) << inspect.output;
+  EXPECT_EQ(json["source_objective_v"], "sst_r_h_pbr");
+  EXPECT_EQ(json["rope_pair_asymmetry_by_layer"].size(), 2u);
+  EXPECT_GT(json["rope_pair_asymmetry"].get<double>(), 0);
+  EXPECT_LT(json["rope_pair_asymmetry"].get<double>(), 1);
+  EXPECT_EQ(RunCalibrate("inspect --rotary_dim 32 " + set_).exit_code, 0);
+  const RunResult wide = RunCalibrate("inspect --rotary_dim 66 " + set_);
+  EXPECT_EQ(wide.exit_code, 1);
+  EXPECT_THAT(wide.output, HasSubstr("rotary_dim is 66"));
+}
+
+TEST_F(PublishedProgramTest, ErrorsExitWithOneAndNameTheThing) {
+  struct Case {
+    std::string arguments;
+    const char* message;
+  };
+  const std::string files = absl::StrCat("import --k_file ", k_, " --v_file ", v_);
+  const std::string out = " --out " + set_;
+  const std::string bad = directory_.Path("bad.pt");
+  WriteFile(bad, "nothing");
+  const std::string other = directory_.Path("other.pt");
+  WriteFile(other, *WritePublished(RandomPublished({.layer_ids = {0}}, 1), PublishedVersion::kLayer,
+                                   2, "k"));
+  for (const Case& one : {
+           Case{"import --v_file " + v_ + out + names_ + clips_, "--k_file is missing"},
+           Case{"import --k_file " + k_ + out + names_ + clips_, "--v_file is missing"},
+           Case{files + out + " --weights_revision r1 --kv_heads 2" + clips_, "--model is missing"},
+           Case{files + out + " --model m --kv_heads 2" + clips_, "--weights_revision is missing"},
+           Case{files + out + " --model m --weights_revision r" + clips_, "kv_heads is 0"},
+           Case{files + names_ + clips_, "--out is missing"},
+           Case{files + out + names_ + " --clip_v 0.9", "--clip_k needs a ratio"},
+           Case{files + out + names_ + " --clip_k 0.9 --clip_v auto", "--clip_v needs a ratio"},
+           Case{import_ + " --v_file " + bad, "bad.pt: zip: not a ZIP file"},
+           Case{import_ + " --v_file " + other, "other.pt: layer 3 is in the file of keys"},
+           Case{import_ + " --k_file " + directory_.Path("absent"), "absent"},
+           Case{"export --k_out a --v_out b", "--set is missing"},
+           Case{Export("v3"), "format 'v3'"},
+           Case{"export --set " + bad + " --k_out a --v_out b", "bad.pt: "},
+       }) {
+    const RunResult result = RunCalibrate(one.arguments);
+    EXPECT_EQ(result.exit_code, 1) << one.arguments;
+    EXPECT_THAT(result.output, HasSubstr(one.message)) << one.arguments;
+  }
+  EXPECT_FALSE(std::filesystem::exists(set_));
+  EXPECT_THAT(ListDirectory(directory_.path()), Not(testing::Contains(HasSubstr(".tmp"))));
+}
+
+TEST_F(PublishedProgramTest, ASetOfRotationsAHeadIsNoVersion1) {
+  const PublishedShape shape = {.heads = 2, .per_head = true};
+  for (const std::string& path : {k_, v_}) {
+    WriteFile(path, *WritePublished(RandomPublished(shape, 1), PublishedVersion::kKvHead, 2, "k"));
+  }
+  ASSERT_EQ(RunCalibrate(import_).exit_code, 0);
+  const RunResult result = RunCalibrate(Export("v1"));
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("k.pt: format v1 has one rotation a layer"));
+  ASSERT_EQ(RunCalibrate(Export("v2")).exit_code, 0);
+  EXPECT_EQ(*ParsePublished(ReadFile(directory_.Path("v.pt"))), *ParsePublished(ReadFile(v_)));
+}
+
+TEST_F(PublishedProgramTest, FitReadsADumpThatDoesNotSayItsModel) {
+  const LayerDump layer = SyntheticLayer({}, 1);
+  const auto write = [&](const std::string& name, uint32_t heads, const std::vector<float>& rows) {
+    const std::string folder = directory_.Path("dump/layer_4/" + name);
+    std::filesystem::create_directories(folder);
+    WriteFile(folder + "/0.pt",
+              TorchTensorFile(TorchType::kFloat, {160, heads, 64}, BytesOf(rows)));
+  };
+  write("q", 4, layer.q);
+  write("k", 2, layer.k);
+  write("v", 2, layer.v);
+  std::filesystem::create_directories(directory_.Path("dump/layer_4/seq_lens"));
+  WriteFile(directory_.Path("dump/layer_4/seq_lens/0.pt"),
+            TorchTensorFile(TorchType::kInt, {2}, BytesOf<int32_t>({100, 60})));
+  const std::string fit =
+      absl::StrCat("fit --dump ", directory_.Path("dump"), " --out ", set_, " --method hadamard");
+  const RunResult unnamed = RunCalibrate(fit);
+  EXPECT_EQ(unnamed.exit_code, 1);
+  EXPECT_THAT(unnamed.output, HasSubstr("does not say of which model"));
+  const RunResult named = RunCalibrate(fit + " --model m --weights_revision r");
+  ASSERT_EQ(named.exit_code, 0) << named.output;
+  const auto set = RotationSet::Parse(ReadFile(set_));
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_EQ(set->model, "m");
+  EXPECT_EQ(set->layer_ids, std::vector<uint32_t>{4});
+}
+
+}  // namespace
+}  // namespace okv

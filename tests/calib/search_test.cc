@@ -1,0 +1,102 @@
+#include "calib/search.h"
+
+#include "gtest/gtest.h"
+#include "proto/bf16.h"
+#include "tests/calib/test_data.h"
+
+namespace okv {
+namespace {
+
+constexpr uint32_t kDim = 64;
+
+// Two windows of one head; the keys of the second can have another distribution.
+class SearchTest : public testing::Test {
+ protected:
+  // Adds `mean` to channel `channel` of all keys and values of the first window, or of both.
+  void Make(float mean, uint32_t channel, bool both) {
+    layer_ = SyntheticLayer({.sequence_lengths = {800, 800}, .query_heads = 2, .kv_heads = 1}, 5);
+    const size_t end = (both ? 1600 : 800) * size_t{kDim};
+    for (size_t i = channel; i < end; i += kDim) {
+      layer_.k[i] = Bf16ToFloat(FloatToBf16(layer_.k[i] + mean));
+      layer_.v[i] = Bf16ToFloat(FloatToBf16(layer_.v[i] + mean));
+    }
+    fit_ = std::make_unique<HeadHistory>(layer_, 0, HistoryShape{},
+                                         std::vector<SequenceRange>{{0, 800}}, 0);
+    judge_ = std::make_unique<HeadHistory>(layer_, 0, HistoryShape{},
+                                           std::vector<SequenceRange>{{800, 800}}, 1);
+    weights_ = fit_->Weights(1);
+    heads_ = {{.fit = fit_.get(), .weights = &weights_, .judge = judge_.get()}};
+  }
+  double Judged(const FoundRotation& found, KvTensor tensor) const {
+    return judge_
+        ->Judge(tensor,
+                {.rotation = found.rotation.data(), .group_size = 64, .clip_rank = found.clip_rank})
+        ->error;
+  }
+
+  LayerDump layer_;
+  std::unique_ptr<HeadHistory> fit_;
+  std::unique_ptr<HeadHistory> judge_;
+  HeadWeights weights_;
+  std::vector<HeadData> heads_;
+};
+
+Matrix Swapped(uint32_t channel) {
+  Matrix basis(size_t{kDim} * kDim, 0.0);
+  for (size_t i = 0; i < kDim; ++i) {
+    const size_t to = i == 0 ? channel : i == channel ? 0 : i;
+    basis[i * kDim + to] = 1;
+  }
+  return RotationFromEigenvectors(basis, kDim);
+}
+
+TEST_F(SearchTest, TheStartOfLeastJudgedErrorIsTakenAndTheFirstOfEquals) {
+  Make(30, 9, true);  // It belongs at position 0, where the group's offset takes it.
+  const auto found = SearchRotation({Hadamard(kDim), Swapped(9), Swapped(9)}, KvTensor::kKeys,
+                                    heads_, {.group_size = 64, .clip_ranks = {0, 52, 57, 61}});
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->start, 1u);
+  EXPECT_FALSE(found->refined);
+  EXPECT_EQ(found->rotation, RoundToBf16(Swapped(9)));
+  EXPECT_EQ(found->error.error, Judged(*found, KvTensor::kKeys));
+}
+
+TEST_F(SearchTest, ADescentIsKeptWhenItHelpsHeldOutText) {
+  Make(0, 0, true);
+  for (const KvTensor tensor : {KvTensor::kKeys, KvTensor::kValues}) {
+    SearchOptions options{.group_size = 64, .clip_ranks = {0, 52, 54, 56, 58, 61}};
+    const auto plain = SearchRotation({Hadamard(kDim)}, tensor, heads_, options);
+    options.refine_steps = 150;
+    const auto refined = SearchRotation({Hadamard(kDim)}, tensor, heads_, options);
+    ASSERT_TRUE(plain.ok() && refined.ok());
+    EXPECT_TRUE(refined->refined);
+    EXPECT_LT(refined->error.error, 0.9 * plain->error.error);
+    EXPECT_EQ(refined->error.error, Judged(*refined, tensor));
+    EXPECT_LT(OrthogonalityError(refined->rotation.data(), kDim), 1.0 / 128);
+  }
+}
+
+// The text to fit on has a mean that the held-out text does not have.
+TEST_F(SearchTest, WhatDoesNotHelpHeldOutTextIsNotKept) {
+  Make(200, 9, false);
+  SearchOptions options{.group_size = 64, .clip_ranks = {57}};
+  const auto plain = SearchRotation({Hadamard(kDim)}, KvTensor::kKeys, heads_, options);
+  options.refine_steps = 100;
+  const auto found = SearchRotation({Hadamard(kDim)}, KvTensor::kKeys, heads_, options);
+  ASSERT_TRUE(plain.ok() && found.ok());
+  EXPECT_LE(found->error.error, Judged(*plain, KvTensor::kKeys));
+  EXPECT_EQ(found->refined, found->rotation != plain->rotation);
+}
+
+TEST_F(SearchTest, NothingIsMeasuredWhereNothingIsOpen) {
+  Make(0, 0, true);
+  const auto found = SearchRotation({Hadamard(kDim)}, KvTensor::kValues, heads_,
+                                    {.group_size = 64, .clip_ranks = {58}});
+  ASSERT_TRUE(found.ok());
+  EXPECT_EQ(found->rotation, RoundToBf16(Hadamard(kDim)));
+  EXPECT_EQ(found->clip_rank, 58u);
+  EXPECT_EQ(found->error.signal, 0);
+}
+
+}  // namespace
+}  // namespace okv
