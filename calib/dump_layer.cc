@@ -22,7 +22,11 @@ struct Mark {
 };
 constexpr Mark kMarks[] = {
     {DumpLayout::kSafetensors, ".safetensors", false},
+    // Each of the three marks it, so that a layer is not lost with one of them. LayerPath gives the
+    // first.
     {DumpLayout::kNumpy, "_q.npy", false},
+    {DumpLayout::kNumpy, "_k.npy", false},
+    {DumpLayout::kNumpy, "_v.npy", false},
     {DumpLayout::kTorch, "", true},
 };
 
@@ -85,7 +89,9 @@ absl::StatusOr<DumpListing> ListDump(const std::string& directory) {
                      "layer_<id> in the dump ",
                      directory));
   }
-  std::sort(listing.layer_ids.begin(), listing.layer_ids.end());
+  std::vector<uint32_t>& ids = listing.layer_ids;
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   return listing;
 }
 

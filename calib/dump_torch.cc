@@ -1,5 +1,6 @@
 // The layout of the OSCAR project's own dumps: a folder a layer, in it a folder for each of q, k, v
-// and seq_lens, in it a file of torch.save for each batch of a prefill, numbered from 0.
+// and seq_lens, in it a file of torch.save for each batch of a prefill, numbered without gaps
+// from 0, or from 1 where the warm-up was taken out.
 
 #include <algorithm>
 #include <filesystem>

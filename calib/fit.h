@@ -82,12 +82,12 @@ struct LayerReport {
   uint32_t refined = 0;               // Rotations that a descent made better, K and V.
   std::vector<uint32_t> clip_rank_k;  // [kv_heads]
   std::vector<uint32_t> clip_rank_v;  // [kv_heads]
-  // Of the outputs over the held-out windows, from INT2 history in one tensor. 0 over 0 when
-  // nothing was left open to be judged.
+  // Of the outputs over the judging windows, from INT2 history in one tensor: the least of what was
+  // tried there. 0 over 0 when nothing was left open to be judged.
   SquaredError judged_k;
   SquaredError judged_v;
-  // What the codec does to held-out history in the rotated basis, all heads together: what a
-  // rotation set promises. 0 over 0 where there is none.
+  // What the codec does to the judging windows' history in the rotated basis, all heads together:
+  // what a rotation set promises. 0 over 0 where there is none.
   SquaredError promised_k;
   SquaredError promised_v;
   Int2Errors int2;

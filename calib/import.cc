@@ -7,8 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "calib/quoted.h"
 #include "proto/bf16.h"
 #include "proto/safetensors.h"
 #include "proto/sha256.h"
@@ -17,6 +19,8 @@
 namespace okv {
 namespace {
 
+// What all parts of a source, tensors and metadata, begin with.
+constexpr const char* kSourcePrefix = "source_";
 constexpr const char* kShapeField = "source_shape";
 constexpr const char* kHashField = "source_sha256";
 
@@ -35,8 +39,16 @@ absl::Status CheckClip(absl::string_view name, double ratio, uint32_t head_dim) 
   return absl::OkStatus();
 }
 
-// Files of one model have the same layers, and each layer the same heads and dimension.
+// Files of one model have the same layers, and each layer the same heads and dimension; and an
+// objective that is of keys or of values by its name stands in the file of those.
 absl::Status CheckPair(const PublishedRotations& k, const PublishedRotations& v) {
+  const bool k_is_of_values = absl::StartsWith(k.objective, "sst");
+  if (k_is_of_values || absl::StartsWith(v.objective, "qqt")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the file of ", k_is_of_values ? "keys" : "values", " has an objective of ",
+                     k_is_of_values ? "values" : "keys", ": the objectives are ",
+                     Quoted(k.objective), " of keys and ", Quoted(v.objective), " of values"));
+  }
   std::vector<uint32_t> only_k;
   std::vector<uint32_t> only_v;
   std::set_difference(k.layer_ids.begin(), k.layer_ids.end(), v.layer_ids.begin(),
@@ -70,11 +82,21 @@ std::vector<uint16_t> Rounded(const std::vector<float>& values) {
   return bits;
 }
 
-// The method that the objectives amount to.
+bool IsIdentity(const PublishedRotations& one) {
+  for (size_t i = 0; i < one.rotations.size(); ++i) {
+    const size_t in_matrix = i % (size_t{one.head_dim} * one.head_dim);
+    const bool diagonal = in_matrix / one.head_dim == in_matrix % one.head_dim;
+    if (one.rotations[i] != (diagonal ? 1.0f : 0.0f)) return false;
+  }
+  return true;
+}
+
+// The method that the objectives amount to. "none" may skip the rotation, so that there the numbers
+// must agree.
 std::string MethodOf(const PublishedRotations& k, const PublishedRotations& v) {
   if (k.objective != v.objective) return "oscar";
   if (k.objective == "hadamard") return "hadamard";
-  return k.objective == "identity" ? "none" : "oscar";
+  return k.objective == "identity" && IsIdentity(k) && IsIdentity(v) ? "none" : "oscar";
 }
 
 absl::string_view FloatBytes(const std::vector<float>& values) {
@@ -124,6 +146,14 @@ absl::StatusOr<std::string> Field(const std::map<std::string, std::string>& meta
   return found->second;
 }
 
+bool HasSource(const Safetensors& file) {
+  const auto is_part = [](const auto& entry) {
+    return absl::StartsWith(entry.first, kSourcePrefix);
+  };
+  return std::any_of(file.tensors().begin(), file.tensors().end(), is_part) ||
+         std::any_of(file.metadata().begin(), file.metadata().end(), is_part);
+}
+
 absl::StatusOr<RotationSource> ReadSource(const Safetensors& file, const RotationSet& set) {
   RotationSource source;
   OKV_ASSIGN_OR_RETURN(const std::string shape, Field(file.metadata(), kShapeField));
@@ -131,7 +161,7 @@ absl::StatusOr<RotationSource> ReadSource(const Safetensors& file, const Rotatio
   OKV_ASSIGN_OR_RETURN(source.k.objective, Field(file.metadata(), "source_objective_k"));
   OKV_ASSIGN_OR_RETURN(source.v.objective, Field(file.metadata(), "source_objective_v"));
   if (shape != "layer" && shape != "per_kv_head") {
-    return Bad(absl::StrCat("field '", kShapeField, "' is '", shape, "'"));
+    return Bad(absl::StrCat("field '", kShapeField, "' is ", Quoted(shape)));
   }
   for (PublishedRotations* one : {&source.k, &source.v}) {
     one->layer_ids = set.layer_ids;
@@ -151,6 +181,10 @@ absl::StatusOr<RotationSource> ReadSource(const Safetensors& file, const Rotatio
     std::vector<float>& numbers = (part.is_value ? source.v : source.k).*part.numbers;
     numbers.resize(tensor->data.size() / sizeof(float));
     std::memcpy(numbers.data(), tensor->data.data(), tensor->data.size());
+  }
+  for (const PublishedRotations* one : {&source.k, &source.v}) {
+    const absl::Status status = CheckEigenvalues(*one);
+    if (!status.ok()) return Bad(absl::StrCat("its source, ", status.message()));
   }
   if (HashOf(source) != hash) {
     return absl::DataLossError("rotation set: its source does not have the SHA-256 stored with it");
@@ -227,7 +261,7 @@ absl::StatusOr<SourcedSet> ParseSourced(absl::string_view bytes) {
   SourcedSet result;
   OKV_ASSIGN_OR_RETURN(result.set, RotationSet::Parse(bytes));
   OKV_ASSIGN_OR_RETURN(const Safetensors file, Safetensors::Parse(bytes));
-  if (file.metadata().count(kShapeField) == 0) return result;
+  if (!HasSource(file)) return result;
   OKV_ASSIGN_OR_RETURN(result.source, ReadSource(file, result.set));
   return result;
 }

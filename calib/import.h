@@ -43,8 +43,8 @@ struct SourcedSet {
 };
 
 // The set to serve of two published files. kInvalidArgument: the options; files that do not belong
-// together (layers, heads, dimensions: the message names the layer), or what RotationSet::Validate
-// finds.
+// together (layers, heads, dimensions: the message names the layer), a file of keys whose objective
+// is one of values or the other way round, or what RotationSet::Validate finds.
 absl::StatusOr<SourcedSet> ImportPublished(PublishedRotations k, PublishedRotations v,
                                            const ImportOptions& options);
 
@@ -54,7 +54,8 @@ absl::StatusOr<SourcedSet> ImportPublished(PublishedRotations k, PublishedRotati
 // RotationSet::Parse passes over them. A set without a source gives RotationSet::Serialize().
 std::string SerializeSourced(const SourcedSet& set);
 // Errors of RotationSet::Parse. Also kInvalidArgument: a part of the source is missing or has the
-// wrong shape; kDataLoss: it does not have its SHA-256, or does not round to the set's bf16 bits.
+// wrong shape, or CheckEigenvalues; kDataLoss: it does not have its SHA-256, or does not round to
+// the set's bf16 bits.
 absl::StatusOr<SourcedSet> ParseSourced(absl::string_view bytes);
 
 // The fp32 numbers to write into published files: the source, or the set's own bf16 widened, with

@@ -4,13 +4,13 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "calib/quoted.h"
 #include "calib/torch_file.h"
 #include "proto/bf16.h"
 #include "proto/fields.h"
@@ -96,7 +96,7 @@ absl::StatusOr<NpyArray> NpyArray::Parse(absl::string_view bytes) {
     if (type.name == array.type) expected_bytes = type.bytes;
   }
   if (expected_bytes == 0) {
-    return Bad(absl::StrCat("type '", absl::CHexEscape(array.type.substr(0, 20)), "'"));
+    return Bad(absl::StrCat("type ", Quoted(array.type)));
   }
   for (const uint64_t size : array.shape) {
     if (__builtin_mul_overflow(expected_bytes, size, &expected_bytes)) return Bad("its shape");

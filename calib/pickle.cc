@@ -4,10 +4,10 @@
 #include <limits>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "calib/quoted.h"
 #include "proto/fields.h"
 #include "proto/status_macros.h"
 #include "proto/utf8.h"
@@ -67,10 +67,6 @@ constexpr int64_t kStorageTypes = 6;
 constexpr int64_t kOrderedDict = 6;
 constexpr int64_t kRebuildTensor = 7;
 constexpr size_t kNameBytesMax = 256;
-
-std::string Printable(absl::string_view text) {
-  return absl::StrCat("'", absl::CHexEscape(text.substr(0, 100)), "'");
-}
 
 // The number of elements up to the last one that a tensor reaches in its storage, or false on
 // overflow.
@@ -145,6 +141,8 @@ class Pickle::Machine {
  private:
   // kInvalidArgument that names the opcode at work and its offset.
   absl::Status Bad(absl::string_view why) const;
+  // kDataLoss: the bytes end inside that opcode.
+  absl::Status Truncated() const;
 
   // Runs the opcode at work. Each group gives false when the opcode is not one of its own.
   absl::Status Step();
@@ -204,6 +202,11 @@ absl::Status Pickle::Machine::Bad(absl::string_view why) const {
       absl::StrFormat("pickle: opcode 0x%02x at offset %d: %s", opcode_, offset_, why));
 }
 
+absl::Status Pickle::Machine::Truncated() const {
+  return absl::DataLossError(
+      absl::StrFormat("pickle: it ends inside the opcode 0x%02x at offset %d", opcode_, offset_));
+}
+
 absl::StatusOr<Pickle> Pickle::Machine::Run() {
   for (uint32_t opcodes = 0;; ++opcodes) {
     offset_ = bytes_.size() - reader_.rest().size();
@@ -216,10 +219,7 @@ absl::StatusOr<Pickle> Pickle::Machine::Run() {
     if (opcodes == 0 && opcode_ != kProto) return Bad("a pickle of protocol 2 or later has PROTO");
     if (opcode_ == kStop) break;
     const absl::Status status = Step();
-    if (!reader_.ok()) {
-      return absl::DataLossError(absl::StrFormat(
-          "pickle: it ends inside the opcode 0x%02x at offset %d", opcode_, offset_));
-    }
+    if (!reader_.ok()) return Truncated();
     OKV_RETURN_IF_ERROR(status);
   }
   if (stack_.size() != 1 || !marks_.empty()) {
@@ -375,7 +375,9 @@ absl::StatusOr<bool> Pickle::Machine::StepObject() {
       absl::string_view names[2];
       for (absl::string_view& name : names) {
         const size_t end = reader_.rest().substr(0, kNameBytesMax).find('\n');
-        if (end == absl::string_view::npos) return Bad("a name without end");
+        if (end == absl::string_view::npos) {
+          return reader_.rest().size() < kNameBytesMax ? Truncated() : Bad("a name without end");
+        }
         name = reader_.Take(end);
         reader_.Take(1);
       }
@@ -498,7 +500,7 @@ absl::Status Pickle::Machine::Global(absl::string_view module, absl::string_view
     if (kGlobals[i].module != module || kGlobals[i].name != name) continue;
     return PushNumber(Kind::kGlobal, static_cast<int64_t>(i));
   }
-  return Bad(absl::StrCat("the global ", Printable(module), " ", Printable(name),
+  return Bad(absl::StrCat("the global ", Quoted(module), " ", Quoted(name),
                           " is not one of those that are read"));
 }
 
@@ -513,6 +515,8 @@ absl::Status Pickle::Machine::PersistentId() {
       at(items[4]).number < 0) {
     return Bad("a persistent id that is no storage");
   }
+  // Each tensor keeps a copy.
+  if (at(items[2]).text.size() > kNameBytesMax) return Bad("a storage's name is too long");
   storages_.push_back({.type = static_cast<TorchType>(at(items[1]).number),
                        .key = at(items[2]).text,
                        .elements = static_cast<uint64_t>(at(items[4]).number)});
@@ -554,6 +558,10 @@ absl::Status Pickle::Machine::RebuildTensor(const std::vector<Index>& arguments)
       at(arguments[4]).kind != Kind::kBool || at(arguments[5]).kind != Kind::kDict ||
       !at(arguments[5]).items.empty()) {
     return Bad("a tensor's arguments are not those of a plain tensor");
+  }
+  if (arguments.size() == 7 &&
+      (at(arguments[6]).kind != Kind::kDict || !at(arguments[6]).items.empty())) {
+    return Bad("a tensor with metadata");
   }
   const Storage& storage = storages_[static_cast<size_t>(at(arguments[0]).number)];
   TorchTensor tensor;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "calib/quoted.h"
 #include "calib/torch_file.h"
 #include "proto/format.h"
 #include "proto/status_macros.h"
@@ -15,9 +16,11 @@ namespace okv {
 namespace {
 
 constexpr double kOrthogonalityErrorMax = 1.0 / 4096;
-// 2 GiB: 512 layers of 16 heads of 256 x 256. Layers may share a storage, so that the file's own
-// size is no bound.
-constexpr size_t kElementsMax = size_t{1} << 29;
+// 256 MiB: 128 layers of 32 heads of 128 x 128. Layers may share all of a storage, as published
+// Hadamard rotations do, so that the file's own size is no bound.
+constexpr size_t kElementsMax = size_t{1} << 26;
+constexpr float kNegativeMax = 1e-6f;  // Of the largest eigenvalue.
+constexpr uint64_t kFileBytesMax = uint64_t{1} << 32;
 
 absl::Status BadLayer(uint32_t layer, const std::string& why) {
   return absl::InvalidArgumentError(absl::StrCat("layer ", layer, ": ", why));
@@ -32,9 +35,9 @@ absl::StatusOr<uint32_t> LayerOfKey(const Pickle::Node& key) {
   if (key.kind == Pickle::Kind::kInt && key.number >= 0 && key.number <= UINT32_MAX) {
     return static_cast<uint32_t>(key.number);
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "a key of 'layers' is no layer id: ",
-      key.kind == Pickle::Kind::kInt ? absl::StrCat(key.number) : std::string(key.text)));
+  return absl::InvalidArgumentError(
+      absl::StrCat("a key of 'layers' is no layer id: ",
+                   key.kind == Pickle::Kind::kInt ? absl::StrCat(key.number) : Quoted(key.text)));
 }
 
 // Reads one file.
@@ -44,6 +47,7 @@ class Reader {
   absl::StatusOr<PublishedRotations> Read();
 
  private:
+  absl::Status ReadHeader();
   absl::StatusOr<std::map<uint32_t, Pickle::Index>> Layers() const;
   absl::Status ReadLayer(uint32_t layer, const Pickle::Node& entry);
   absl::Status ReadShape(const TorchTensor& rotation);
@@ -57,15 +61,7 @@ class Reader {
 };
 
 absl::StatusOr<PublishedRotations> Reader::Read() {
-  const Pickle::Node& root = pickle_.at(pickle_.root());
-  OKV_ASSIGN_OR_RETURN(const Pickle::Node* objective, pickle_.Find(root, "objective"));
-  if (objective != nullptr && objective->kind == Pickle::Kind::kText) {
-    if (objective->text.size() > kFormatTextBytesMax) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("'objective' is longer than ", kFormatTextBytesMax, " bytes"));
-    }
-    result_.objective = std::string(objective->text);
-  }
+  OKV_RETURN_IF_ERROR(ReadHeader());
   OKV_ASSIGN_OR_RETURN(const auto layers, Layers());
   layers_count_ = layers.size();
   for (const auto& [layer, entry] : layers) {
@@ -74,7 +70,34 @@ absl::StatusOr<PublishedRotations> Reader::Read() {
     }
     result_.layer_ids.push_back(layer);
   }
+  OKV_RETURN_IF_ERROR(CheckEigenvalues(result_));
   return std::move(result_);
+}
+
+// What stands beside the layers; all of it may be absent.
+absl::Status Reader::ReadHeader() {
+  const Pickle::Node& root = pickle_.at(pickle_.root());
+  OKV_ASSIGN_OR_RETURN(const Pickle::Node* version, pickle_.Find(root, "format_version"));
+  if (version != nullptr && version->kind != Pickle::Kind::kInt) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'format_version' is a ", KindName(version->kind), ", not 1 or 2"));
+  }
+  if (version != nullptr && version->number != 1 && version->number != 2) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'format_version' is ", version->number, ", not 1 or 2"));
+  }
+  OKV_ASSIGN_OR_RETURN(const Pickle::Node* objective, pickle_.Find(root, "objective"));
+  if (objective == nullptr) return absl::OkStatus();
+  if (objective->kind != Pickle::Kind::kText) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'objective' is a ", KindName(objective->kind), ", not a text"));
+  }
+  if (objective->text.size() > kFormatTextBytesMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'objective' is longer than ", kFormatTextBytesMax, " bytes"));
+  }
+  result_.objective = std::string(objective->text);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::map<uint32_t, Pickle::Index>> Reader::Layers() const {
@@ -97,7 +120,11 @@ absl::StatusOr<std::map<uint32_t, Pickle::Index>> Reader::Layers() const {
 
 absl::Status Reader::ReadLayer(uint32_t layer, const Pickle::Node& entry) {
   OKV_ASSIGN_OR_RETURN(const Pickle::Node* id, pickle_.Find(entry, "layer_id"));
-  if (id != nullptr && (id->kind != Pickle::Kind::kInt || id->number != int64_t{layer})) {
+  if (id != nullptr && id->kind != Pickle::Kind::kInt) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("its layer_id is a ", KindName(id->kind), ", not an integer"));
+  }
+  if (id != nullptr && id->number != int64_t{layer}) {
     return absl::InvalidArgumentError(absl::StrCat("its layer_id is ", id->number));
   }
   OKV_ASSIGN_OR_RETURN(const Pickle::Index index,
@@ -201,9 +228,6 @@ absl::Status Reader::ReadEigenvalues(const Pickle::Node& entry) {
         absl::StrCat("eigenvalues are ", TorchTensorText(tensor), ", not Float, one a channel"));
   }
   OKV_ASSIGN_OR_RETURN(const std::vector<float> numbers, file_.ReadFloats(tensor));
-  if (!std::all_of(numbers.begin(), numbers.end(), [](float x) { return std::isfinite(x); })) {
-    return absl::InvalidArgumentError("NaN or Inf in its eigenvalues");
-  }
   result_.eigenvalues.insert(result_.eigenvalues.end(), numbers.begin(), numbers.end());
   return absl::OkStatus();
 }
@@ -219,11 +243,32 @@ absl::StatusOr<PublishedRotations> ParsePublished(absl::string_view bytes) {
   return Reader(file).Read();
 }
 
+absl::Status CheckEigenvalues(const PublishedRotations& rotations) {
+  if (rotations.eigenvalues.empty()) return absl::OkStatus();
+  for (size_t i = 0; i < rotations.layer_ids.size() * rotations.heads; ++i) {
+    const uint32_t layer = rotations.layer_ids[i / rotations.heads];
+    const float* const begin = rotations.eigenvalues.data() + i * rotations.head_dim;
+    const float* const end = begin + rotations.head_dim;
+    if (!std::all_of(begin, end, [](float x) { return std::isfinite(x); })) {
+      return BadLayer(layer, "NaN or Inf in its eigenvalues");
+    }
+    if (const float* const at = std::is_sorted_until(begin, end); at != end) {
+      return BadLayer(layer, absl::StrCat("its eigenvalues do not ascend: ", at[0], " in place ",
+                                          at - begin, " after ", at[-1]));
+    }
+    if (begin[0] < 0 && begin[0] < -kNegativeMax * end[-1]) {
+      return BadLayer(layer, absl::StrCat("its eigenvalue ", begin[0], " is negative, with ",
+                                          end[-1], " the largest"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<PublishedVersion> ParsePublishedVersion(absl::string_view name) {
   if (name == "v1") return PublishedVersion::kLayer;
   if (name == "v2") return PublishedVersion::kKvHead;
   return absl::InvalidArgumentError(
-      absl::StrCat("format '", name, "' is not known; there are: v1, v2"));
+      absl::StrCat("format ", Quoted(name), " is not known; there are: v1, v2"));
 }
 
 absl::StatusOr<std::string> WritePublished(const PublishedRotations& rotations,
@@ -235,6 +280,14 @@ absl::StatusOr<std::string> WritePublished(const PublishedRotations& rotations,
         "format v1 has one rotation a layer; this set has one a KV head: say v2");
   }
   const uint64_t dim = rotations.head_dim;
+  // Before any of it is allocated.
+  const uint64_t heads = per_head ? std::max(rotations.heads, kv_heads) : rotations.heads;
+  const uint64_t matrix_bytes = dim * dim * sizeof(float);
+  if (heads * matrix_bytes > kFileBytesMax / std::max<size_t>(1, rotations.layer_ids.size())) {
+    return absl::InvalidArgumentError(absl::StrCat(rotations.layer_ids.size(), " layers of ", heads,
+                                                   " heads of ", dim, " x ", dim,
+                                                   " numbers are more than a file of 4 GiB holds"));
+  }
   const bool with_eigenvalues = !per_head && !rotations.eigenvalues.empty();
   const size_t fields_count = with_eigenvalues ? 3 : 2;
   TorchFileWriter writer(folder);
@@ -257,10 +310,10 @@ absl::StatusOr<std::string> WritePublished(const PublishedRotations& rotations,
         FloatBytes(rotations.Rotation(i, 0), rotations.heads * dim * dim);
     if (per_head) {
       std::string bytes(stored);
-      for (uint32_t head = rotations.heads; head < kv_heads; ++head) {
-        absl::StrAppend(&bytes, stored.substr(0, dim * dim * sizeof(float)));
+      for (uint64_t head = rotations.heads; head < heads; ++head) {
+        absl::StrAppend(&bytes, stored.substr(0, matrix_bytes));
       }
-      writer.Tensor(TorchType::kFloat, {std::max(rotations.heads, kv_heads), dim, dim}, bytes);
+      writer.Tensor(TorchType::kFloat, {heads, dim, dim}, bytes);
     } else {
       writer.Tensor(TorchType::kFloat, {dim, dim}, stored);
     }

@@ -38,9 +38,14 @@ struct PublishedRotations {
 // Reads either version: what counts is the rotation's shape, not format_version. Keys may be texts.
 // kInvalidArgument naming the layer: a layer that stands twice, a rotation that is missing, not of
 // Float or of another shape than the first layer's, NaN or Inf, one that is not orthogonal to
-// within 2^-12 (published ones are to 2^-25), eigenvalues of some layers only; and what TorchFile
-// refuses. kDataLoss: truncated, or a CRC-32 that does not match.
+// within 2^-12 (published ones are to 2^-25), eigenvalues of some layers only or as
+// CheckEigenvalues; a format_version other than 1 and 2, an objective that is no text; more than
+// 64 Mi numbers; and what TorchFile refuses. kDataLoss: truncated, or a CRC-32 that does not match.
 absl::StatusOr<PublishedRotations> ParsePublished(absl::string_view bytes);
+
+// kInvalidArgument naming the layer: eigenvalues that no covariance has, being NaN, Inf, out of
+// ascending order, or negative beyond rounding (10^-6 of the largest). OK when there are none.
+absl::Status CheckEigenvalues(const PublishedRotations& rotations);
 
 enum class PublishedVersion { kLayer = 1, kKvHead = 2 };
 // "v1", "v2". kInvalidArgument naming them.
@@ -48,6 +53,7 @@ absl::StatusOr<PublishedVersion> ParsePublishedVersion(absl::string_view name);
 
 // The file, with `folder` as its name inside. Version 2 has no eigenvalues; for it a rotation a
 // layer is repeated for each of `kv_heads`. kFailedPrecondition: version 1 of a rotation a KV head.
+// kInvalidArgument: 4 GiB or more.
 absl::StatusOr<std::string> WritePublished(const PublishedRotations& rotations,
                                            PublishedVersion version, uint32_t kv_heads,
                                            absl::string_view folder);

@@ -124,6 +124,11 @@ class HeadBatch {
 };
 
 void HeadBatch::Code(const float* y, uint32_t clip_rank, CodedRow* coded, float* errors) {
+  if (!std::all_of(y, y + dim_, [](float v) { return std::isfinite(v); })) {
+    // Nothing to order or to code; an infinite loss tells.
+    std::fill(errors, errors + dim_, std::numeric_limits<float>::infinity());
+    return;
+  }
   End threshold{.value = std::numeric_limits<float>::infinity(), .channel = 0, .sign = 0};
   if (clip_rank > 0) {
     std::transform(y, y + dim_, magnitudes_.begin(), [](float v) { return std::abs(v); });
@@ -147,9 +152,12 @@ void HeadBatch::Code(const float* y, uint32_t clip_rank, CodedRow* coded, float*
     const End low = coded->low[group] = clipped(least);
     const End high = coded->high[group] = clipped(most);
     const float range = high.value - low.value;
-    const float per_step = range > 0 ? 3.0f / range : 0.0f;
+    // A range that is infinite or has no finite inverse gives codes 0.
+    const bool usable = range >= std::numeric_limits<float>::min() && std::isfinite(range);
+    const float per_step = usable ? 3.0f / range : 0.0f;
     for (uint32_t c = first; c < first + group_size_; ++c) {
-      const float steps = (std::clamp(y[c], low.value, high.value) - low.value) * per_step;
+      const float steps =
+          usable ? (std::clamp(y[c], low.value, high.value) - low.value) * per_step : 0.0f;
       // To the nearest; unlike std::nearbyint a vector instruction of every x86-64.
       coded->codes[c] = static_cast<float>(static_cast<int>(steps + 0.5f)) * (1.0f / 3.0f);
       errors[c] = low.value + range * coded->codes[c] - y[c];
@@ -266,8 +274,8 @@ uint32_t BestClipRank(const Matrix& rotation, absl::Span<const WeightedRows> hea
     double first = 0;
     for (size_t i = 0; i < ranks.size(); ++i) {
       const double loss = batch.Loss(rounded, ranks[i]);
-      if (i == 0) first = loss > 0 ? loss : 1;
-      losses[i] += loss / first;
+      if (i == 0) first = loss > 0 && std::isfinite(loss) ? loss : 1;
+      losses[i] += std::isfinite(loss) ? loss / first : std::numeric_limits<double>::infinity();
     }
   }
   return ranks[static_cast<size_t>(std::min_element(losses.begin(), losses.end()) -

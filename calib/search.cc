@@ -1,8 +1,11 @@
 #include "calib/search.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "calib/refine.h"
 #include "proto/check.h"
 #include "proto/status_macros.h"
@@ -71,6 +74,12 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
   const std::vector<uint16_t> bits = RoundToBf16(rotation);
   for (auto rank = first; rank != end; ++rank) {
     OKV_ASSIGN_OR_RETURN(const SquaredError error, Judge(bits, *rank));
+    if (!std::isfinite(error.error)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the attention outputs of ",
+                       tensor_ == KvTensor::kKeys ? "quantized keys" : "quantized values",
+                       " are not finite: queries, keys or values are too large"));
+    }
     if (found_ && error.error >= best_.error.error) continue;
     found_ = true;
     best_ = {

@@ -39,7 +39,8 @@ struct FoundRotation {
 // best, the best of them at that rank's neighbors too; then descents from it (RefineRotation), by
 // RowWeights and for keys also with all rows alike, each at the rank that its rows like and at its
 // neighbors. Deterministic. With one rotation and one rank and no steps nothing is measured. Errors
-// as HeadHistory::Judge. REQUIRES: a rotation and a head at least, whose windows have history.
+// as HeadHistory::Judge, and kInvalidArgument where outputs are not finite. REQUIRES: a rotation
+// and a head at least, whose windows have history.
 absl::StatusOr<FoundRotation> SearchRotation(const std::vector<Matrix>& rotations, KvTensor tensor,
                                              absl::Span<const HeadData> heads,
                                              const SearchOptions& options);

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "calib/quoted.h"
 #include "proto/bf16.h"
 #include "proto/fields.h"
 #include "proto/status_macros.h"
@@ -96,14 +97,17 @@ absl::Status TorchFile::CheckStorage(const TorchTensor& tensor) const {
   OKV_ASSIGN_OR_RETURN(const uint64_t bytes, zip_.Size(EntryName(tensor)));
   const uint64_t width = TorchTypeBytes(tensor.type);
   if (bytes % width == 0 && bytes / width == tensor.storage_elements) return absl::OkStatus();
-  return Bad(absl::StrCat("storage ", tensor.storage, " has ", bytes, " bytes for ",
+  return Bad(absl::StrCat("storage ", Quoted(tensor.storage), " has ", bytes, " bytes for ",
                           tensor.storage_elements, " elements of type ",
                           TorchTypeName(tensor.type)));
 }
 
 absl::StatusOr<absl::string_view> TorchFile::ReadStorage(const TorchTensor& tensor) const {
   OKV_RETURN_IF_ERROR(CheckStorage(tensor));
-  return zip_.Read(EntryName(tensor));
+  const std::string name = EntryName(tensor);
+  if (const auto found = storages_.find(name); found != storages_.end()) return found->second;
+  OKV_ASSIGN_OR_RETURN(const absl::string_view data, zip_.Read(name));
+  return storages_.emplace(name, data).first->second;
 }
 
 absl::StatusOr<std::vector<float>> TorchFile::ReadFloats(const TorchTensor& tensor) const {

@@ -15,7 +15,7 @@ namespace okv {
 
 // A file of torch.save, in memory: a ZIP container with one pickle and one entry a storage. Nothing
 // of it is run: see Pickle for what it may hold. The bytes that Open was given must outlive it.
-// Thread-compatible.
+// For one thread at a time: const functions remember what they have checked.
 class TorchFile {
  public:
   static constexpr size_t kPickleBytesMax = 16 << 20;
@@ -33,7 +33,7 @@ class TorchFile {
 
   // The tensor's numbers, row-major, whatever its strides: of kFloat, kBFloat16 and kHalf, widened
   // exactly. kInvalidArgument: another type, or as CheckStorage. kDataLoss: a storage whose CRC-32
-  // is not that of its entry.
+  // is not that of its entry, which is computed once a storage: many tensors may share one.
   absl::StatusOr<std::vector<float>> ReadFloats(const TorchTensor& tensor) const;
   // The same for kLong and kInt.
   absl::StatusOr<std::vector<int64_t>> ReadIntegers(const TorchTensor& tensor) const;
@@ -46,6 +46,8 @@ class TorchFile {
 
   ZipReader zip_;
   Pickle pickle_;
+  // Those whose CRC-32 was found right, by the entry's name.
+  mutable std::map<std::string, absl::string_view> storages_;
   std::string folder_;  // What precedes each entry's name: "k_rotation/".
 };
 

@@ -6,9 +6,9 @@
 #include <limits>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "calib/quoted.h"
 #include "proto/fields.h"
 #include "proto/status_macros.h"
 
@@ -34,11 +34,6 @@ absl::Status Bad(const std::string& why) {
 }
 absl::Status Truncated(const std::string& where) {
   return absl::DataLossError(absl::StrCat("zip: the file ends in ", where));
-}
-
-// A name for messages, whatever bytes it holds.
-std::string Quoted(absl::string_view name) {
-  return absl::StrCat("'", absl::CHexEscape(name.substr(0, 100)), "'");
 }
 
 // Eight tables: table[k][b] is the CRC of byte b followed by k zero bytes.

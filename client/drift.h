@@ -89,7 +89,7 @@ class DriftMonitor {
   const PageLayout layout_;
   const DriftOptions options_;
 
-  // Held for additions only, once in some dozen pages at the default rate.
+  // Held for additions only, once in 8 pages of 8 heads at the default rate.
   mutable Mutex mu_;
   DriftStats stats_ ABSL_GUARDED_BY(mu_);
 };

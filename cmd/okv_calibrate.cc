@@ -36,16 +36,16 @@
 #include "proto/status_macros.h"
 
 ABSL_FLAG(std::string, dump, "", "fit: the dump's directory, in one of three layouts (dump.h)");
-ABSL_FLAG(std::string, out, "", "fit: the rotation set to write (safetensors)");
+ABSL_FLAG(std::string, out, "", "fit, import: the rotation set to write (safetensors)");
 ABSL_FLAG(std::string, method, "oscar", "fit: oscar, hadamard or none");
-ABSL_FLAG(uint32_t, group_size, 64, "fit: channels that share a scale, 32 to head_dim");
+ABSL_FLAG(uint32_t, group_size, 64, "fit, import: channels that share a scale, 32 to head_dim");
 ABSL_FLAG(std::string, scope, "", "fit: a rotation per kv_head or layer; default by --recipe");
 ABSL_FLAG(std::string, value_objective, "softmax", "fit: values weighed by softmax or energy");
 ABSL_FLAG(std::string, recipe, "fitted", "fit: fitted (to held-out error), or published");
 ABSL_FLAG(std::string, key_objective, "", "fit: auto, qqt, kkt or offset; default by --recipe");
 ABSL_FLAG(std::string, clip_k, "",
-          "fit: clip ratio of keys, 0 = off, or auto; default by --recipe");
-ABSL_FLAG(std::string, clip_v, "", "fit: the same for values");
+          "fit, import: clip ratio of keys, 0 = off; fit: or auto, default by --recipe");
+ABSL_FLAG(std::string, clip_v, "", "fit, import: the same for values");
 ABSL_FLAG(uint32_t, refine_steps, 400, "fit: of each descent from U H P_br, 0 = none");
 ABSL_FLAG(uint32_t, fit_windows, 9, "fit: windows of 2,048 tokens whose rows are fitted on");
 ABSL_FLAG(uint32_t, judge_windows, 3, "fit: held-out windows that decide");
@@ -183,11 +183,13 @@ Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult&
              double seconds) {
   double orthogonality_error = 0;
   uint32_t refined = 0;
+  bool judged = true;  // In every layer.
   double judged_k = 0;
   double judged_v = 0;
   Int2Errors sum;
   for (const LayerReport& layer : result.layers) {
     refined += layer.refined;
+    judged = judged && layer.judged_k.signal > 0 && layer.judged_v.signal > 0;
     judged_k += layer.judged_k.ratio();
     judged_v += layer.judged_v.ratio();
     orthogonality_error = std::max(orthogonality_error, layer.orthogonality_error);
@@ -212,8 +214,11 @@ Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult&
     json["refined"] = refined;
     json["value_objective"] = ValueObjectiveName(options.value_objective);
   }
-  json["judged_error_k_mean"] = judged_k / layers_count;
-  json["judged_error_v_mean"] = judged_v / layers_count;
+  // The least of what was tried, on the windows that chose it.
+  if (judged) {
+    json["judged_error_k_mean"] = judged_k / layers_count;
+    json["judged_error_v_mean"] = judged_v / layers_count;
+  }
   if (sum.tokens_count > 0) {
     json["measured_tokens"] = sum.tokens_count / result.layers.size();
     json["logit_error_mean"] = sum.logit / layers_count;

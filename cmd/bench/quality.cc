@@ -46,7 +46,7 @@ VariantQuality Describe(const QualityOptions& options, const Contender& contende
   variant.name = contender.name;
   variant.rotation_hash = contender.format.rotation_hash.Hex();
   variant.group_size = contender.format.group_size;
-  variant.bits = CountBits(contender, options.text.window);
+  variant.bits = CountBits(contender, options.text.window - 1);  // The last one is not fed.
   variant.nll = MeanInterval(scores.nll, seed);
   variant.perplexity = {.mean = std::exp(variant.nll.mean),
                         .low = std::exp(variant.nll.low),

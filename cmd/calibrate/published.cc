@@ -43,12 +43,41 @@ absl::Status WriteWhole(const std::string& path, absl::string_view bytes) {
   return file.Commit();
 }
 
-absl::Status WriteOne(const std::string& path, const PublishedRotations& rotations,
-                      PublishedVersion version, uint32_t kv_heads) {
-  const absl::StatusOr<std::string> bytes =
+// A flag's name and the path that it gives.
+struct FlagPath {
+  absl::string_view flag;
+  const std::string& path;
+};
+
+bool AreOneFile(const std::string& one, const std::string& other) {
+  if (one == other) return true;
+  std::error_code error;
+  if (std::filesystem::equivalent(one, other, error)) return true;
+  // Files that are not there yet.
+  const std::filesystem::path one_path = std::filesystem::weakly_canonical(one, error);
+  if (error) return false;
+  const std::filesystem::path other_path = std::filesystem::weakly_canonical(other, error);
+  return !error && one_path == other_path;
+}
+
+// What is written must not take the place of what was read, or of what was written before.
+absl::Status CheckDistinct(const std::vector<FlagPath>& paths) {
+  for (size_t i = 0; i < paths.size(); ++i) {
+    for (size_t j = i + 1; j < paths.size(); ++j) {
+      if (!AreOneFile(paths[i].path, paths[j].path)) continue;
+      return absl::InvalidArgumentError(absl::StrCat("--", paths[i].flag, " and --", paths[j].flag,
+                                                     " are the same file, ", paths[j].path));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> BytesOfOne(const std::string& path, const PublishedRotations& rotations,
+                                       PublishedVersion version, uint32_t kv_heads) {
+  absl::StatusOr<std::string> bytes =
       WritePublished(rotations, version, kv_heads, std::filesystem::path(path).stem().string());
   if (!bytes.ok()) return InFile(path, bytes.status());
-  return WriteWhole(path, *bytes);
+  return bytes;
 }
 
 }  // namespace
@@ -59,6 +88,8 @@ absl::StatusOr<Json> ImportFiles(const ImportPaths& paths, const ImportOptions& 
   OKV_RETURN_IF_ERROR(CheckGiven("model", options.model));
   OKV_RETURN_IF_ERROR(CheckGiven("weights_revision", options.weights_revision));
   OKV_RETURN_IF_ERROR(CheckGiven("out", paths.out));
+  OKV_RETURN_IF_ERROR(
+      CheckDistinct({{"k_file", paths.k_file}, {"v_file", paths.v_file}, {"out", paths.out}}));
   std::map<std::string, std::string> provenance = {{"program", "okv-calibrate import"},
                                                    {"clip_k", absl::StrCat(options.clip_k)},
                                                    {"clip_v", absl::StrCat(options.clip_v)}};
@@ -87,12 +118,19 @@ absl::StatusOr<Json> ExportFiles(const ExportPaths& paths, PublishedVersion vers
   OKV_RETURN_IF_ERROR(CheckGiven("set", paths.set));
   OKV_RETURN_IF_ERROR(CheckGiven("k_out", paths.k_out));
   OKV_RETURN_IF_ERROR(CheckGiven("v_out", paths.v_out));
+  OKV_RETURN_IF_ERROR(
+      CheckDistinct({{"set", paths.set}, {"k_out", paths.k_out}, {"v_out", paths.v_out}}));
   OKV_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(paths.set));
   const absl::StatusOr<SourcedSet> set = ParseSourced(file.bytes());
   if (!set.ok()) return InFile(paths.set, set.status());
   const RotationSource source = SourceOf(*set);
-  OKV_RETURN_IF_ERROR(WriteOne(paths.k_out, source.k, version, set->set.kv_heads));
-  OKV_RETURN_IF_ERROR(WriteOne(paths.v_out, source.v, version, set->set.kv_heads));
+  // Both before either is written: half of an export is of no use.
+  OKV_ASSIGN_OR_RETURN(const std::string k_bytes,
+                       BytesOfOne(paths.k_out, source.k, version, set->set.kv_heads));
+  OKV_ASSIGN_OR_RETURN(const std::string v_bytes,
+                       BytesOfOne(paths.v_out, source.v, version, set->set.kv_heads));
+  OKV_RETURN_IF_ERROR(WriteWhole(paths.k_out, k_bytes));
+  OKV_RETURN_IF_ERROR(WriteWhole(paths.v_out, v_bytes));
   return Json{{"k_out", paths.k_out},
               {"v_out", paths.v_out},
               {"format", static_cast<int>(version)},
@@ -101,14 +139,15 @@ absl::StatusOr<Json> ExportFiles(const ExportPaths& paths, PublishedVersion vers
 }
 
 absl::Status AddSourceFacts(const SourcedSet& set, uint32_t rotary_dim, Json* json) {
+  const uint32_t head_dim = set.set.head_dim;
+  const RopePairs pairs = {.head_dim = head_dim,
+                           .rotary_dim = rotary_dim > 0 ? rotary_dim : head_dim};
+  if (pairs.rotary_dim < 16 || pairs.rotary_dim > head_dim || pairs.rotary_dim % 2 != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "rotary_dim is ", rotary_dim, ", not an even number from 16 to head_dim ", head_dim));
+  }
   if (!set.source.has_value()) return absl::OkStatus();
   const PublishedRotations& k = set.source->k;
-  const RopePairs pairs = {.head_dim = k.head_dim,
-                           .rotary_dim = rotary_dim > 0 ? rotary_dim : k.head_dim};
-  if (pairs.rotary_dim < 16 || pairs.rotary_dim > k.head_dim || pairs.rotary_dim % 2 != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "rotary_dim is ", rotary_dim, ", not an even number from 16 to head_dim ", k.head_dim));
-  }
   (*json)["source_objective_k"] = k.objective;
   (*json)["source_objective_v"] = set.source->v.objective;
   if (!IsRecoverable(k)) return absl::OkStatus();

@@ -25,11 +25,12 @@ struct ExportPaths {
 
 // Reads two published files and writes the set of them. Gives facts for people and programs. Errors
 // as ParsePublished and ImportPublished, naming the file, kInvalidArgument for a path that is not
-// given, or the errno's status.
+// given or given twice, or the errno's status.
 absl::StatusOr<nlohmann::ordered_json> ImportFiles(const ImportPaths& paths,
                                                    const ImportOptions& options);
 
-// Writes a set as published files. Errors as ParseSourced and WritePublished, naming the file.
+// Writes a set as published files. Errors as ParseSourced and WritePublished, naming the file, and
+// kInvalidArgument for a path that is not given or given twice.
 absl::StatusOr<nlohmann::ordered_json> ExportFiles(const ExportPaths& paths,
                                                    PublishedVersion version);
 

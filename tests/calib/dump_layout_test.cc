@@ -231,7 +231,7 @@ TEST_F(TorchDumpTest, BadTensorsAreNamedByFile) {
                                                                      .sizes = {1'000'000, 4, 64},
                                                                      .strides = {256, 64, 1}})),
                                              {"few"}));
-  ExpectOpenFails(kInvalid, "layer_7/q/0.pt: not a PyTorch file: storage 0 has 3 bytes");
+  ExpectOpenFails(kInvalid, "layer_7/q/0.pt: not a PyTorch file: storage '0' has 3 bytes");
 }
 
 TEST_F(TorchDumpTest, TruncationIsDataLoss) {
@@ -359,6 +359,17 @@ TEST_F(NumpyDumpTest, BadArraysAreNamedByFile) {
   ExpectOpenFails(kInvalid, "layer_7_q.npy: shapes do not fit together");
   std::filesystem::remove(k);
   ExpectOpenFails(absl::StatusCode::kNotFound, "layer_7_k.npy");
+}
+
+TEST_F(NumpyDumpTest, ALayerIsNotLostWithOneOfItsFiles) {
+  for (const char* name : {"q", "k", "v"}) {
+    const TempDirectory directory;
+    for (const LayerDump& layer : layers_) WriteNumpyLayer(directory.path(), layer);
+    std::filesystem::remove(directory.Path(absl::StrCat("layer_7_", name, ".npy")));
+    EXPECT_THAT(ListDump(directory.path())->layer_ids, ElementsAre(3, 7));
+    ExpectFails(directory.path(), absl::StatusCode::kNotFound,
+                absl::StrCat("layer_7_", name, ".npy"));
+  }
 }
 
 TEST_F(NumpyDumpTest, BadLengthsAreNamed) {

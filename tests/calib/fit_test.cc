@@ -133,7 +133,7 @@ TEST_F(FitTest, HadamardAndNoneNeedNoData) {
 }
 
 TEST_F(FitTest, TwoFitsGiveTheSameBytesWhateverTheThreads) {
-  WriteDump(directory_.path(), {0, 1}, {}, 1);
+  WriteDump(directory_.path(), {0, 1}, {.sequence_lengths = {450, 450, 450}}, 1);
   ThreadPool one(1);
   ThreadPool four(4);
   for (const ValueObjective objective : {ValueObjective::kSoftmax, ValueObjective::kEnergy}) {
@@ -345,14 +345,15 @@ INSTANTIATE_TEST_SUITE_P(
                  layer->k[70 * 2 * 64 + 65] = -3e38f;
                },
                "K of token 70, head 1"},
-        BadFit{"AHeldOutRowThatTheCodecRefuses",
+        BadFit{"AJudgedRowThatTheCodecRefuses",
                [](LayerDump* layer, FitOptions* o) {
                  o->method = Method::kNone;
                  o->clip_v = 0;
-                 layer->v[130 * 2 * 64] = 3e38f;
-                 layer->v[130 * 2 * 64 + 1] = -3e38f;
+                 o->measure_tokens = 0;
+                 layer->v[30 * 2 * 64] = 3e38f;
+                 layer->v[30 * 2 * 64 + 1] = -3e38f;
                },
-               "V of token 130, head 0"}),
+               "V of token 30, head 0"}),
     [](const testing::TestParamInfo<BadFit>& info) { return info.param.name; });
 
 TEST(ParseNamesTest, KnownNamesRoundTripAndOthersListThem) {

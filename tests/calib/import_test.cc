@@ -29,15 +29,21 @@ const ImportOptions kOptions = {.model = "synthetic",
                                 .clip_k = 0.96,
                                 .clip_v = 0.92};
 
+// RandomPublished with the objective of values in the place of that of keys.
+PublishedRotations RandomValues(PublishedShape shape, uint32_t seed) {
+  if (shape.objective == PublishedShape().objective) shape.objective = "sst_r_h_pbr";
+  return RandomPublished(shape, seed);
+}
+
 SourcedSet Imported(const PublishedShape& shape) {
-  auto set = ImportPublished(RandomPublished(shape, 1), RandomPublished(shape, 100), kOptions);
+  auto set = ImportPublished(RandomPublished(shape, 1), RandomValues(shape, 100), kOptions);
   EXPECT_TRUE(set.ok()) << set.status();
   return *std::move(set);
 }
 
 TEST(ImportTest, ASetServesTheRoundedRotations) {
   const PublishedRotations k = RandomPublished({}, 1);
-  const PublishedRotations v = RandomPublished({.objective = "sst_r_h_pbr"}, 100);
+  const PublishedRotations v = RandomValues({}, 100);
   const auto imported = ImportPublished(k, v, kOptions);
   ASSERT_TRUE(imported.ok()) << imported.status();
   const RotationSet& set = imported->set;
@@ -78,7 +84,7 @@ TEST(ImportTest, AFileGivesBackTheSourceExactly) {
 
 TEST(ImportTest, ImportAndExportGiveTheSameFile) {
   const PublishedRotations k = RandomPublished({}, 1);
-  const PublishedRotations v = RandomPublished({.objective = "sst_r_h_pbr"}, 100);
+  const PublishedRotations v = RandomValues({}, 100);
   const std::string k_bytes = *WritePublished(k, PublishedVersion::kLayer, 2, "k");
   const std::string v_bytes = *WritePublished(v, PublishedVersion::kLayer, 2, "v");
   const auto set = ImportPublished(*ParsePublished(k_bytes), *ParsePublished(v_bytes), kOptions);
@@ -113,9 +119,37 @@ TEST(ImportTest, TheMethodFollowsTheObjectives) {
         ->set.method;
   };
   EXPECT_EQ(method("hadamard", "hadamard"), "hadamard");
-  EXPECT_EQ(method("identity", "identity"), "none");
   EXPECT_EQ(method("hadamard", "sst_r_h_pbr"), "oscar");
   EXPECT_EQ(method("", ""), "oscar");
+}
+
+TEST(ImportTest, OnlyIdentitiesAreNoRotation) {
+  PublishedRotations identity = RandomPublished({.objective = "identity"}, 1);
+  const PublishedRotations random = identity;
+  std::fill(identity.rotations.begin(), identity.rotations.end(), 0.0f);
+  for (size_t matrix = 0; matrix < identity.layer_ids.size(); ++matrix) {
+    for (size_t c = 0; c < 64; ++c) identity.rotations[(matrix * 64 + c) * 64 + c] = 1;
+  }
+  EXPECT_EQ(ImportPublished(identity, identity, kOptions)->set.method, "none");
+  EXPECT_EQ(ImportPublished(random, identity, kOptions)->set.method, "oscar");
+  EXPECT_EQ(ImportPublished(identity, random, kOptions)->set.method, "oscar");
+}
+
+TEST(ImportTest, FilesInEachOthersPlaceAreRefused) {
+  const auto message = [](const char* k, const char* v) {
+    const absl::Status status = ImportPublished(RandomPublished({.objective = k}, 1),
+                                                RandomPublished({.objective = v}, 2), kOptions)
+                                    .status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(message("sst_r_h_pbr", "qqt_r_h_pbr"),
+            "the file of keys has an objective of values: the objectives are 'sst_r_h_pbr' of keys "
+            "and 'qqt_r_h_pbr' of values");
+  EXPECT_EQ(message("hadamard", "qqt_r_h"),
+            "the file of values has an objective of keys: the objectives are 'hadamard' of keys "
+            "and 'qqt_r_h' of values");
+  EXPECT_THAT(message("sst\n", "sst"), HasSubstr("'sst\\n' of keys"));
 }
 
 TEST(ImportTest, FilesThatDoNotBelongTogetherAreNamed) {
@@ -159,7 +193,7 @@ TEST(ImportTest, FilesThatDoNotBelongTogetherAreNamed) {
            Case{{}, {}, with([](ImportOptions* o) { o->model.clear(); }), "'model' is missing"},
        }) {
     const absl::Status status =
-        ImportPublished(RandomPublished(one.k, 1), RandomPublished(one.v, 2), one.options).status();
+        ImportPublished(RandomPublished(one.k, 1), RandomValues(one.v, 2), one.options).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(one.message));
   }
@@ -198,9 +232,29 @@ TEST(ImportTest, ADamagedSourceIsRefused) {
       kInvalid, "'source_eigenvalues_k' is F32 [2, 64]");
   fails([](Tensors*, Metadata* m) { (*m)["source_shape"] = "head"; }, kInvalid,
         "'source_shape' is 'head'");
-  for (const char* field : {"source_objective_k", "source_objective_v", "source_sha256"}) {
+  for (const char* field :
+       {"source_objective_k", "source_objective_v", "source_sha256", "source_shape"}) {
     fails([&](Tensors*, Metadata* m) { m->erase(field); }, kInvalid, field);
   }
+  // One part alone is a damaged source too.
+  const auto without = [](auto* parts, const std::string& kept) {
+    for (auto it = parts->begin(); it != parts->end();) {
+      const bool gone = it->first.compare(0, 7, "source_") == 0 && it->first != kept;
+      it = gone ? parts->erase(it) : std::next(it);
+    }
+  };
+  fails(
+      [&](Tensors* t, Metadata* m) {
+        without(t, "source_r_v");
+        without(m, "");
+      },
+      kInvalid, "'source_shape' is missing");
+  fails(
+      [&](Tensors* t, Metadata* m) {
+        without(t, "");
+        without(m, "source_sha256");
+      },
+      kInvalid, "'source_shape' is missing");
   constexpr absl::StatusCode kLoss = absl::StatusCode::kDataLoss;
   fails([](Tensors* t, Metadata*) { t->erase("source_eigenvalues_v"); }, kLoss, "SHA-256");
   fails([](Tensors*, Metadata* m) { (*m)["source_objective_k"] = "x"; }, kLoss, "SHA-256");
@@ -214,6 +268,16 @@ TEST(ImportTest, ADamagedSourceIsRefused) {
   EXPECT_THAT(std::string(ParseSourced(SerializeSourced(other)).status().message()),
               HasSubstr("does not round to r_k and r_v"));
   EXPECT_FALSE(ParseSourced("nothing").ok());
+}
+
+TEST(ImportTest, EigenvaluesThatNoCovarianceHasAreRefused) {
+  for (const float bad : {NAN, 100.0f, -1.0f}) {
+    SourcedSet set = Imported({});
+    set.source->v.eigenvalues[64] = bad;  // Of layer 3; its SHA-256 is that of the changed ones.
+    const absl::Status status = ParseSourced(SerializeSourced(set)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("its source, layer 3: "));
+  }
 }
 
 // U H P_br with U's columns in ascending order, as the published code composes it.

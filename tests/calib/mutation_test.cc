@@ -182,6 +182,9 @@ TEST(MutationTest, NumpyFilesGiveErrorsOrResults) {
   const std::string bytes =
       NpyFile("{'descr': '<f2', 'fortran_order': False, 'shape': (20, 2, 64), }",
               std::string(20 * 2 * 64 * 2, '\x3f'));
+  const auto whole = NpyArray::Parse(bytes);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  ASSERT_TRUE(whole->ReadFloats().ok()) << whole->ReadFloats().status();
   Random random(20261202);
   SCOPED_TRACE("seed 20261202");
   for (int i = 0; i < 200; ++i) {

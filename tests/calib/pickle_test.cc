@@ -140,6 +140,34 @@ TEST(PickleTest, ATensorBeyondItsStorageIsRefused) {
         "the global 'torch' 'CharStorage' is not one");
 }
 
+TEST(PickleTest, AStorageMayNotHaveALongName) {
+  const auto named = [](size_t bytes) {
+    return Parsed(PickledTensor({.storage = std::string(bytes, 's'),
+                                 .elements = 4,
+                                 .sizes = {4},
+                                 .strides = {1}}))
+        .status();
+  };
+  EXPECT_TRUE(named(256).ok()) << named(256);
+  EXPECT_EQ(named(257).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(named(257).message()), HasSubstr("a storage's name is too long"));
+}
+
+TEST(PickleTest, ATensorMayHaveNoMetadata) {
+  // The call of _rebuild_tensor_v2 with a seventh argument.
+  const auto with = [](const std::string& metadata) {
+    std::string value = PickledTensor({.elements = 4, .sizes = {4}, .strides = {1}});
+    value.insert(value.size() - 2, metadata);  // Before the arguments' TUPLE and REDUCE.
+    return Parsed(value).status();
+  };
+  EXPECT_TRUE(with("}").ok()) << with("}");
+  for (const std::string& metadata : {PickledDict({{PickledText("conj"), "\x88"}}),
+                                      std::string("N"), std::string("]"), std::string("\x88")}) {
+    EXPECT_EQ(with(metadata).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(with(metadata).message()), HasSubstr("a tensor with metadata"));
+  }
+}
+
 TEST(PickleTest, EverythingElseIsRefusedWithOpcodeAndOffset) {
   struct Case {
     std::string value;
@@ -150,7 +178,7 @@ TEST(PickleTest, EverythingElseIsRefusedWithOpcodeAndOffset) {
            Case{"cbuiltins\neval\n", "'builtins' 'eval'"},
            Case{Raw("\x8c\x02os\x8c\x06system\x93"), "opcode 0x93 at offset 14: the global 'os'"},
            Case{"NN\x93", "a name that is no text"},
-           Case{"ctorch", "a name without end"},
+           Case{"c" + std::string(300, 'x'), "a name without end"},
            Case{"N0", "opcode 0x30 at offset 3: it is not one of those"},
            Case{"}b", "opcode 0x62"},                       // BUILD
            Case{"N)\x81", "opcode 0x81"},                   // NEWOBJ
@@ -210,6 +238,11 @@ TEST(PickleTest, EveryTruncationIsAnError) {
   }
   EXPECT_EQ(Pickle::Parse("").status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(Pickle::Parse(Raw("\x80\x02N")).status().code(), absl::StatusCode::kDataLoss);
+  for (const char* name : {"c", "ctorch", "ctorch\n", "ctorch\nFloat"}) {
+    const absl::Status status = Pickle::Parse(Raw("\x80\x02") + name).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("inside the opcode 0x63 at offset 2"));
+  }
   // A text of 4 GiB - 1 that is not there.
   const absl::Status huge = Pickle::Parse(Raw("\x80\x02X\xff\xff\xff\xff.")).status();
   EXPECT_EQ(huge.code(), absl::StatusCode::kDataLoss);

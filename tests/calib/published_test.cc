@@ -110,7 +110,9 @@ TEST(PublishedTest, BadLayersAreNamed) {
   ExpectFails(FileOf({layer(PickledInteger(3)), layer(PickledText("3"))}, {good}),
               "layer 3: it stands twice");
   ExpectFails(FileOf({layer(PickledInteger(-3))}, {good}), "no layer id: -3");
-  ExpectFails(FileOf({layer(PickledText("norm"))}, {good}), "no layer id: norm");
+  ExpectFails(FileOf({layer(PickledText("norm"))}, {good}), "no layer id: 'norm'");
+  ExpectFails(FileOf({layer(PickledText("a\n" + std::string(1'000, 'b')))}, {good}),
+              "no layer id: 'a\\n" + std::string(98, 'b') + "'");
   ExpectFails(FileOf({}, {}), "'layers' has 0 entries");
   ExpectFails(FileOf({{PickledInteger(5), "N"}}, {}), "layer 5: a None stands where a dict");
   ExpectFails(TorchZip(PickleOf("]"), {}), "a list stands where a dict");
@@ -123,11 +125,31 @@ TEST(PublishedTest, BadLayersAreNamed) {
       OneLayer({{PickledText("layer_id"), PickledInteger(4)}, {rotation, Rotation(64)}}, {good}),
       "layer 5: its layer_id is 4");
   ExpectFails(
+      OneLayer({{PickledText("layer_id"), PickledText("5")}, {rotation, Rotation(64)}}, {good}),
+      "layer 5: its layer_id is a text, not an integer");
+  ExpectFails(
       TorchZip(
           PickleOf(PickledDict({{PickledText("objective"), PickledText(std::string(5'000, 'q'))},
                                 {PickledText("layers"), PickledDict({layer(PickledInteger(1))})}})),
           {good}),
       "'objective' is longer");
+}
+
+TEST(PublishedTest, BadHeadersAreNamed) {
+  const std::string layers =
+      PickledDict({{PickledInteger(5), PickledDict({{PickledText("rotation"), Rotation(64)}})}});
+  const auto file = [&](const std::string& name, const std::string& value) {
+    return TorchZip(
+        PickleOf(PickledDict({{PickledText(name), value}, {PickledText("layers"), layers}})),
+        {BytesOf(RandomRotation(64, 1))});
+  };
+  EXPECT_TRUE(ParsePublished(file("format_version", PickledInteger(1))).ok());
+  EXPECT_TRUE(ParsePublished(file("format_version", PickledInteger(2))).ok());
+  ExpectFails(file("format_version", PickledInteger(3)), "'format_version' is 3, not 1 or 2");
+  ExpectFails(file("format_version", "\x88"), "'format_version' is a bool, not 1 or 2");
+  ExpectFails(file("format_version", PickledText("1")), "'format_version' is a text, not 1 or 2");
+  ExpectFails(file("objective", PickledInteger(1)), "'objective' is a integer, not a text");
+  ExpectFails(file("objective", "N"), "'objective' is a None, not a text");
 }
 
 TEST(PublishedTest, BadShapesAreNamed) {
@@ -147,7 +169,7 @@ TEST(PublishedTest, BadShapesAreNamed) {
   ExpectFails(tensor({.elements = 0, .sizes = {0, 64, 64}, .strides = {4096, 64, 1}}, 0),
               "not of 1 to 256 KV heads");
   ExpectFails(tensor({.elements = 64 * 64, .sizes = {64, 64}, .strides = {64, 1}}, 12),
-              "layer 5: not a PyTorch file: storage 0 has 12 bytes");
+              "layer 5: not a PyTorch file: storage '0' has 12 bytes");
 
   const auto two = [&](const RawTorchTensor& second, size_t bytes) {
     return FileOf({{PickledInteger(5), PickledDict({{rotation, Rotation(64)}})},
@@ -198,6 +220,18 @@ TEST(PublishedTest, BadEigenvaluesAreNamed) {
   ExpectFails(
       file({.storage = "1", .elements = 64, .sizes = {64}, .strides = {1}}, BytesOf(values)),
       "layer 5: NaN or Inf in its eigenvalues");
+  const RawTorchTensor whole = {.storage = "1", .elements = 64, .sizes = {64}, .strides = {1}};
+  std::fill(values.begin(), values.end(), 1.0f);
+  values[9] = 0.5f;
+  ExpectFails(file(whole, BytesOf(values)),
+              "layer 5: its eigenvalues do not ascend: 0.5 in place 9 after 1");
+  values[9] = 1;
+  values[0] = -1e-5f;
+  ExpectFails(file(whole, BytesOf(values)), "layer 5: its eigenvalue -1e-05 is negative");
+  values[0] = -1e-7f;  // What rounding leaves of 0.
+  EXPECT_TRUE(ParsePublished(file(whole, BytesOf(values))).ok());
+  std::fill(values.begin(), values.end(), -1.0f);
+  ExpectFails(file(whole, BytesOf(values)), "layer 5: its eigenvalue -1 is negative");
   ExpectFails(OneLayer({{PickledText("rotation"), Rotation(64)}, {PickledText("eigenvalues"), "N"}},
                        {good}),
               "layer 5: 'eigenvalues' is a None, not a tensor");
@@ -217,12 +251,32 @@ TEST(PublishedTest, LayersThatShareAStorageCannotFillTheMemory) {
   const std::string big = PickledTensor(
       {.elements = 256 * 256 * 256, .sizes = {256, 256, 256}, .strides = {256 * 256, 256, 1}});
   Fields layers;
-  for (int32_t layer = 0; layer < 33; ++layer) {
+  for (int32_t layer = 0; layer < 5; ++layer) {
     layers.push_back({PickledInteger(layer), PickledDict({{PickledText("rotation"), big}})});
   }
   ExpectFails(FileOf(layers, {}), "layer 0: rotation is Float [256, 256, 256], not small enough");
   layers.pop_back();  // As many as the limit: what is missing now is the storage.
   ExpectFails(FileOf(layers, {}), "layer 0: zip: there is no entry 'archive/data/0'");
+
+  // 4 MiB that 512 layers would make 2 GiB of.
+  const std::string small = PickledTensor(
+      {.elements = 16 * 256 * 256, .sizes = {16, 256, 256}, .strides = {256 * 256, 256, 1}});
+  layers.clear();
+  for (int32_t layer = 0; layer < 512; ++layer) {
+    layers.push_back({PickledInteger(layer), PickledDict({{PickledText("rotation"), small}})});
+  }
+  ExpectFails(FileOf(layers, {std::string(4 << 20, '\0')}),
+              "layer 0: rotation is Float [16, 256, 256], not small enough for 512 layers");
+}
+
+TEST(PublishedTest, AFileOf4GibIsNotWritten) {
+  const PublishedRotations one = RandomPublished({}, 1);
+  for (const uint32_t heads : {131'073u, UINT32_MAX}) {
+    const absl::Status status = WritePublished(one, kV2, heads, "k").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat("2 layers of ", heads, " heads of 64 x 64")));
+  }
 }
 
 }  // namespace

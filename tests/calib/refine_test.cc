@@ -116,9 +116,26 @@ TEST(RefineEdgeTest, RowsWithoutAFiniteGradientOrWithoutLossLeaveTheRotation) {
     }
     const RowWeights weights = Even(rows);
     const WeightedRows head{.rows = &rows, .weights = &weights};
-    EXPECT_EQ(RefineRotation(Hadamard(kDim), {&head, 1}, 0, {.group_size = kDim, .steps = 5}),
-              Hadamard(kDim));
+    for (const uint32_t rank : {0u, 52u}) {
+      EXPECT_EQ(RefineRotation(Hadamard(kDim), {&head, 1}, rank, {.group_size = kDim, .steps = 5}),
+                Hadamard(kDim));
+      EXPECT_EQ(BestClipRank(Hadamard(kDim), {&head, 1}, kDim, {rank}), rank);
+    }
   }
+}
+
+// Without clipping the range of such rows is infinite.
+TEST(BestClipRankTest, ARankOfInfiniteLossIsNotTaken) {
+  RowSample rows = GaussianRows(kDim, 100, 0, 0, 3);
+  for (size_t row = 0; row < 100; ++row) {
+    rows.rows[row * kDim] = FloatToBf16(3e38f);
+    rows.rows[row * kDim + 1] = FloatToBf16(-3e38f);
+  }
+  Matrix identity(size_t{kDim} * kDim, 0.0);
+  for (size_t i = 0; i < kDim; ++i) identity[i * kDim + i] = 1;
+  RowWeights weights = Even(rows);
+  const WeightedRows head{.rows = &rows, .weights = &weights};
+  EXPECT_EQ(BestClipRank(identity, {&head, 1}, kDim, {0, 52}), 52u);
 }
 
 TEST(BestClipRankTest, GaussianRowsLikeOneAndAHalfDeviations) {

@@ -1,5 +1,6 @@
 #include "calib/search.h"
 
+#include "calib/refine.h"
 #include "gtest/gtest.h"
 #include "proto/bf16.h"
 #include "tests/calib/test_data.h"
@@ -76,16 +77,34 @@ TEST_F(SearchTest, ADescentIsKeptWhenItHelpsHeldOutText) {
   }
 }
 
-// The text to fit on has a mean that the held-out text does not have.
+// The text to fit on has a mean that the held-out text does not have: descents cater to it.
 TEST_F(SearchTest, WhatDoesNotHelpHeldOutTextIsNotKept) {
   Make(200, 9, false);
-  SearchOptions options{.group_size = 64, .clip_ranks = {57}};
-  const auto plain = SearchRotation({Hadamard(kDim)}, KvTensor::kKeys, heads_, options);
-  options.refine_steps = 100;
-  const auto found = SearchRotation({Hadamard(kDim)}, KvTensor::kKeys, heads_, options);
-  ASSERT_TRUE(plain.ok() && found.ok());
-  EXPECT_LE(found->error.error, Judged(*plain, KvTensor::kKeys));
-  EXPECT_EQ(found->refined, found->rotation != plain->rotation);
+  const Matrix start = Swapped(3);
+  const RowSample rows = fit_->Rows(KvTensor::kValues);
+  const WeightedRows weighted{.rows = &rows, .weights = &weights_.values};
+  FoundRotation descent;
+  descent.rotation =
+      RoundToBf16(RefineRotation(start, {&weighted, 1}, 57, {.group_size = 64, .steps = 100}));
+  descent.clip_rank = 57;
+  const auto found = SearchRotation({start}, KvTensor::kValues, heads_,
+                                    {.group_size = 64, .clip_ranks = {57}, .refine_steps = 100});
+  ASSERT_TRUE(found.ok());
+  ASSERT_GT(Judged(descent, KvTensor::kValues), found->error.error) << "a descent that helped";
+  EXPECT_FALSE(found->refined);
+  EXPECT_EQ(found->rotation, RoundToBf16(start));
+}
+
+TEST_F(SearchTest, OutputsThatAreNotFiniteAreAnError) {
+  Make(0, 0, true);
+  for (float& q : layer_.q) q *= 1e19f;
+  for (float& k : layer_.k) k *= 1e19f;
+  const HeadHistory fit(layer_, 0, {}, {{0, 800}}, 0);
+  const HeadHistory judge(layer_, 0, {}, {{800, 800}}, 1);
+  const std::vector<HeadData> heads = {{.fit = &fit, .weights = &weights_, .judge = &judge}};
+  const auto found = SearchRotation({Hadamard(kDim)}, KvTensor::kKeys, heads,
+                                    {.group_size = 64, .clip_ranks = {0, 57}});
+  EXPECT_EQ(found.status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST_F(SearchTest, NothingIsMeasuredWhereNothingIsOpen) {

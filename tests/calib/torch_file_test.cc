@@ -86,7 +86,7 @@ TEST(TorchFileTest, AStorageOfAnotherSizeOrNoneIsRefused) {
   const std::string pickle =
       PickleOf(PickledTensor({.elements = 1'000'000'000, .sizes = {4}, .strides = {1}}));
   EXPECT_THAT(std::string(Floats(TorchZip(pickle, {BytesOf<float>({1, 2})})).status().message()),
-              HasSubstr("storage 0 has 8 bytes for 1000000000 elements of type Float"));
+              HasSubstr("storage '0' has 8 bytes for 1000000000 elements of type Float"));
   EXPECT_THAT(std::string(Floats(TorchZip(pickle, {})).status().message()),
               HasSubstr("no entry 'archive/data/0'"));
 }
@@ -95,6 +95,30 @@ TEST(TorchFileTest, AFlippedBitOfAStorageIsDataLoss) {
   std::string bytes = TorchTensorFile(TorchType::kFloat, {3}, BytesOf<float>({7, 8, 9}));
   bytes[bytes.find(BytesOf<float>({7, 8, 9}))] ^= 1;
   EXPECT_EQ(Floats(bytes).status().code(), absl::StatusCode::kDataLoss);
+}
+
+TEST(TorchFileTest, AStorageIsCheckedOnce) {
+  const std::string numbers = BytesOf<float>({7, 8, 9});
+  std::string bytes = TorchTensorFile(TorchType::kFloat, {3}, numbers);
+  const auto file = TorchFile::Open(bytes);
+  ASSERT_TRUE(file.ok()) << file.status();
+  const TorchTensor& tensor = file->pickle().tensor(file->pickle().root());
+  EXPECT_THAT(*file->ReadFloats(tensor), ElementsAre(7, 8, 9));
+  // Changed under the file, which a second check would find.
+  bytes.replace(bytes.find(numbers), numbers.size(), BytesOf<float>({7, 8, 1}));
+  const auto again = file->ReadFloats(tensor);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_THAT(*again, ElementsAre(7, 8, 1));
+}
+
+TEST(TorchFileTest, AStoragesNameIsEscapedAndCut) {
+  const std::string name = "a\n" + std::string(200, 'b');
+  ZipWriter zip;
+  zip.Add("archive/data.pkl",
+          PickleOf(PickledTensor({.storage = name, .elements = 4, .sizes = {4}, .strides = {1}})));
+  zip.Add("archive/data/" + name, "few");
+  EXPECT_THAT(std::string(Floats(*zip.Finish()).status().message()),
+              HasSubstr("storage 'a\\n" + std::string(98, 'b') + "' has 3 bytes"));
 }
 
 TEST(TorchFileTest, FilesThatAreNoneArePassedOn) {
