@@ -677,7 +677,11 @@ absl::Status UcxTransport::StartUcx() {
   // A restarted node takes its old port again while its old connections linger. Connection managers
   // read the environment only (ucp_config_modify does not reach them); an operator's value stays.
   static const int reuse_address = setenv("UCX_TCP_CM_REUSEADDR", "y", /*overwrite=*/0);
-  OKV_CHECK(reuse_address == 0);
+  // With PUTs over TCP a sender whose receiver closed in the middle can get an acknowledgement that
+  // it no longer waits for, and UCX 1.13 aborts the process (tcp_ep.c: PUT_TX_WAITING_ACK): any
+  // worker that cuts a fetch could end a node. Messages carry the payload as well.
+  static const int tcp_put = setenv("UCX_TCP_PUT_ENABLE", "n", /*overwrite=*/0);
+  OKV_CHECK(reuse_address == 0 && tcp_put == 0);
   ucp_config_t* config = nullptr;
   absl::Status configured = ReadConfig(&config);
   ucs_status_t status = UCS_OK;

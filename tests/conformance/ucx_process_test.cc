@@ -232,6 +232,38 @@ TEST_F(UcxProcessTest, AfterCloseNothingArrivesInTheBuffersOfACutFetch) {
   transport_.reset();
 }
 
+// A sender in another process outlives receivers that close in the middle, again and again.
+TEST_F(UcxProcessTest, APeerSurvivesManyCutFetches) {
+  Peer peer("send");
+  Start();
+  std::vector<std::vector<uint8_t>> buffers(kPayloads, std::vector<uint8_t>(kPayloadBytes));
+  for (int cut = 0; cut < 40; ++cut) {
+    std::vector<std::unique_ptr<BulkReceive>> offers;
+    std::atomic<size_t> started = 0;
+    Dones dones;
+    Recorder recorder;
+    recorder.on_bulk = [&](Connection*, absl::string_view, std::unique_ptr<BulkReceive> bulk) {
+      bulk->Receive(absl::MakeSpan(buffers[started]), dones.Expect());
+      offers.push_back(std::move(bulk));
+      ++started;
+    };
+    Connection* connection = ConnectTo(transport_.get(), peer.address(), &recorder);
+    RunOn(transport_.get(), [&] { connection->Send(MessageType::kFetchRequest, "all"); });
+    dones.Wait(1 + static_cast<size_t>(cut) % 3);
+    Dones closed;
+    RunOn(transport_.get(),
+          [&] { connection->Close([signal = closed.Expect()] { signal(absl::OkStatus()); }); });
+    closed.Wait(1);
+    dones.Wait(started);
+    RunOn(transport_.get(), [&] { offers.clear(); });
+  }
+  Recorder again;
+  Connection* last = ConnectTo(transport_.get(), peer.address(), &again);
+  RunOn(transport_.get(), [&] { last->Send(MessageType::kFetchRequest, "all"); });
+  EXPECT_TRUE(again.WaitForBulks(kPayloads));
+  transport_.reset();
+}
+
 TEST_F(UcxProcessTest, AConnectionToAStoppedPeerClosesWithinSeconds) {
   Peer peer("hold");
   Start();
