@@ -25,7 +25,7 @@ enum class Method {
 enum class RotationScope { kLayer, kKvHead };
 // Which basis U turns the keys.
 enum class KeyObjective {
-  kAuto,    // Of those below, what errs least on held-out text; for each rotation.
+  kAuto,    // Of those below, what errs least on the judging text; for each rotation.
   kQqt,     // Eigenvectors of C_Q: the published one.
   kKkt,     // Eigenvectors of the keys' own K^T K.
   kOffset,  // K^T K's first head_dim / group_size, then C_Q's in what is left.
@@ -56,12 +56,12 @@ struct FitOptions {
   KeyObjective key_objective = KeyObjective::kAuto;
   uint32_t group_size = 64;  // 32 to head_dim, a power of two.
   // Clip ratios in [0, 1): the rank is floor(ratio * head_dim), 0 = off. Unset: what errs least in
-  // the outputs over held-out windows, all methods alike.
+  // the outputs over judging windows, all methods alike.
   std::optional<double> clip_k = std::nullopt;
   std::optional<double> clip_v = std::nullopt;
   uint32_t refine_steps = 400;  // Of each descent from U * H * P_br, kOscar only; 0: none.
   uint32_t fit_windows = 9;     // HistoryWindows: windows whose rows are fitted on,
-  uint32_t judge_windows = 3;   // and held-out ones that decide.
+  uint32_t judge_windows = 3;   // and others that decide.
   ValueSample value_sample = {};
   uint32_t measure_tokens = 1024;  // Of a layer, for Int2Errors; 0: not measured.
 

@@ -48,7 +48,7 @@ ABSL_FLAG(std::string, clip_k, "",
 ABSL_FLAG(std::string, clip_v, "", "fit, import: the same for values");
 ABSL_FLAG(uint32_t, refine_steps, 400, "fit: of each descent from U H P_br, 0 = none");
 ABSL_FLAG(uint32_t, fit_windows, 9, "fit: windows of 2,048 tokens whose rows are fitted on");
-ABSL_FLAG(uint32_t, judge_windows, 3, "fit: held-out windows that decide");
+ABSL_FLAG(uint32_t, judge_windows, 3, "fit: windows, not among those, that decide");
 ABSL_FLAG(uint32_t, value_tokens_max, 8192, "fit: tokens a layer that the softmax objective reads");
 ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048, "fit: of those, at most this many a sequence");
 ABSL_FLAG(uint32_t, measure_tokens, 1024, "fit: tokens a layer for the INT2 errors, 0 = off");

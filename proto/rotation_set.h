@@ -32,8 +32,8 @@ struct RotationSet {
   std::vector<uint32_t> clip_rank_k;
   std::vector<uint32_t> clip_rank_v;
 
-  // What calibration measured on tokens it did not fit: sum |y^ - y|^2 over sum |y|^2, y the
-  // rotated bf16 rows of a layer's heads together, y^ what the codec gives back; [layers], or
+  // What calibration measured on the text that judged its choices: sum |y^ - y|^2 over sum |y|^2, y
+  // the rotated bf16 rows of a layer's heads together, y^ what the codec gives back; [layers], or
   // empty: nothing was promised. Not part of the hash: no bit of a page depends on it.
   std::vector<float> promised_error_k;
   std::vector<float> promised_error_v;
