@@ -126,12 +126,9 @@ __device__ __forceinline__ void WarpSums<T>::Bf16Values(const UnitSlots<T>& slot
       for (int k = 0; k < (T::kLaneRows == 1 ? 2 : 4); ++k) {
         const int v = T::kLaneRows == 1 ? k : k / 2 * T::kLaneRows + (2 * tile + k % 2);
         const float sum = T::kLaneRows == 1 ? sums[2 * k % 4] + sums[(2 * k + 1) % 4] : sums[k];
-        if (T::kNested) {
-          nested[v] = i % 4 == 0 ? sum : fmaf(sum, kSlotFactor[i % 4], nested[v]);
-          output_[i][v] += nested[v];
-        } else {
-          output_[i][v] += sum;
-        }
+        const float sum_slot = sum * (kSlotFactor[i % 4] * kOutputUnit);
+        nested[v] = T::kNested && i % 4 != 0 ? nested[v] + sum_slot : sum_slot;
+        output_[i][v] += nested[v];
       }
     }
   }

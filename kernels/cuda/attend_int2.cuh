@@ -1,13 +1,12 @@
 #ifndef OKV_KERNELS_CUDA_ATTEND_INT2_CUH_
 #define OKV_KERNELS_CUDA_ATTEND_INT2_CUH_
 
+#include "kernels/cuda/attend_ring.cuh"
 #include "kernels/cuda/attend_warp.cuh"
 
 // WarpSums over INT2 units. The arithmetic is described in attend_warp.cuh, the order of bytes in
 // proto/page_layout.md.
 namespace okv::cuda {
-
-inline constexpr int kFloatBase = 0x4b000000;  // The bits of 2^23
 
 // The codes of slot j of four bytes, times 4^j; nested: and those below, slots 0 and 1 times 16
 // more.
@@ -58,32 +57,34 @@ __device__ __forceinline__ void WarpSums<T>::Keys(const UnitSlots<T>& slots,
   for (int tile = 0; tile < T::kTiles; ++tile) {
     int sums[T::kGroups][T::kRowTiles * T::kParts][4];
     TileSums(slots.slot[tile / 4], tile % 4, sums);
-    int total[T::kGroups][kValues];
-#pragma unroll
-    for (int group = 0; group < T::kGroups; ++group) {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        const int r = v / T::kLaneRows;
-        const int a = v % T::kLaneRows;
-        const int high = sums[group][T::HighMatrix(a)][T::HighElement(r, a)];
-        const int low = sums[group][T::LowMatrix(a)][T::LowElement(r, a)];
-        // Without nesting, the groups of slots 0 and 1 weigh a sixteenth.
-        const int weight = T::kGroups > 1 && group < T::kGroups / 2 ? 16 : 1;
-        total[group][v] = (high * 256 + low) * weight;
-      }
-    }
 #pragma unroll
     for (int group = 0; group < T::kGroups; ++group) {
       const uint2 words = *reinterpret_cast<const uint2*>(Parameters(slots, tile, group));
+      AddGroup(sums[group], group, words, score[tile]);
+    }
+  }
+}
+
+// One group's part of the scores of 16 keys.
+template <class T>
+__device__ __forceinline__ void WarpSums<T>::AddGroup(
+    const int (&sums)[T::kRowTiles * T::kParts][4], int group, const uint2& words,
+    float (&score)[kValues]) {
+  // Without nesting, the groups of slots 0 and 1 weigh a sixteenth.
+  const int weight = T::kGroups > 1 && group < T::kGroups / 2 ? 16 : 1;
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        const uint32_t word = v < T::kLaneRows ? words.x : words.y;
-        const int a = v % T::kLaneRows;
-        const float offset = group == 0
-                                 ? HighBf16(word) * query_sum_[group][a]
-                                 : fmaf(HighBf16(word), query_sum_[group][a], score[tile][v]);
-        score[tile][v] = fmaf(static_cast<float>(total[group][v]), LowBf16(word), offset);
-      }
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t word = r == 0 ? words.x : words.y;
+    const float scale = LowBf16(word);
+#pragma unroll
+    for (int a = 0; a < T::kLaneRows; ++a) {
+      const int high = sums[T::HighMatrix(a)][T::HighElement(r, a)];
+      const int low = sums[T::LowMatrix(a)][T::LowElement(r, a)];
+      float& result = score[r * T::kLaneRows + a];
+      const float offset = group == 0 ? HighBf16(word) * query_sum_[group][a]
+                                      : fmaf(HighBf16(word), query_sum_[group][a], result);
+      // Floats without conversion, sums on the bits of 2^23 + 2^22, took as long.
+      result = fmaf(static_cast<float>((high * 256 + low) * weight), scale, offset);
     }
   }
 }
@@ -139,7 +140,7 @@ __device__ __forceinline__ void WarpSums<T>::Cap(float cap, float (&score)[T::kT
 // log2 of a positive bf16, here the low half of `word`, is its bits / 128 - 127, at most 0.087 too
 // small. No scale is taken for smaller than 2^-40: probabilities stay finite.
 __device__ __forceinline__ float LogOfScale(uint32_t word) {
-  const float bits = __uint_as_float(__byte_perm(word, kFloatBase, 0x7410));  // 2^23 + low half
+  const float bits = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7410));  // 2^23 + low half
   return fmaxf(fmaf(bits, 1.0f / 128, -65536.0f - 127.0f), -40.0f);
 }
 
@@ -272,7 +273,6 @@ __device__ __forceinline__ void WarpSums<T>::Values(const UnitSlots<T>& slots,
 #pragma unroll
   for (int a = 0; a < T::kLaneRows; ++a) {
     offset_[kGroup][a] = fmaf(offsets[a], weight[a], offset_[kGroup][a]);
-    if (kGroup == 0) bias_[a] += weight[a];
   }
   AddValues<kGroup>(slots, fixed, weight);
   if constexpr (kGroup + 1 < T::kGroups) Values<kGroup + 1>(slots, p, weight);
@@ -284,6 +284,13 @@ __device__ __forceinline__ void WarpSums<T>::AddValues(
     const UnitSlots<T>& slots, const uint32_t (&fixed)[T::kTiles][T::kRowTiles * T::kParts],
     const float (&weight)[T::kLaneRows]) {
   constexpr int kMatrices = T::kRowTiles * T::kParts;
+  float weight_high[T::kLaneRows];
+  float weight_low[T::kLaneRows];
+#pragma unroll
+  for (int a = 0; a < T::kLaneRows; ++a) {
+    weight_low[a] = weight[a] * (kOutputUnit * 0x1p100f * 0x1p49f);
+    weight_high[a] = weight_low[a] * 256.0f;
+  }
 #pragma unroll
   for (int hg = 0; hg < T::kDim / 64; ++hg) {
     int sums[4][kMatrices][4];
@@ -300,7 +307,7 @@ __device__ __forceinline__ void WarpSums<T>::AddValues(
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
           if (u == 0) {
-            MmaU8U8(sums[j][m], a, fixed[2 * u][m], fixed[2 * u + 1][m], kFloatBase);
+            MmaU8U8(sums[j][m], a, fixed[2 * u][m], fixed[2 * u + 1][m], 0);
           } else {
             MmaU8U8(sums[j][m], a, fixed[2 * u][m], fixed[2 * u + 1][m], sums[j][m]);
           }
@@ -316,10 +323,10 @@ __device__ __forceinline__ void WarpSums<T>::AddValues(
         const int a = v % T::kLaneRows;
         const int high = sums[j][T::HighMatrix(a)][T::HighElement(r, a)];
         const int low = sums[j][T::LowMatrix(a)][T::LowElement(r, a)];
-        const float sum = fmaf(__int_as_float(high) - 8388608.0f, 256.0f, __int_as_float(low));
-        constexpr float kSlotWeight[4] = {1.0f, 1.0f / 4, 1.0f / 16, 1.0f / 64};
+        // The bits of an integer below 2^24 are those of the float 2^-149 times as large.
         float& output = output_[4 * hg + j][v];
-        output = fmaf(sum, T::kNested ? weight[a] : weight[a] * kSlotWeight[j], output);
+        output = fmaf(__int_as_float(high), weight_high[a], output);
+        output = fmaf(__int_as_float(low), weight_low[a], output);
       }
     }
   }
@@ -329,14 +336,14 @@ template <class T>
 __device__ __forceinline__ void WarpSums<T>::AddInt2(const AttendKernelParams& params,
                                                      const Piece& piece, int unit,
                                                      const UnitSlots<T>& slots) {
-  const int index = (unit - piece.Bf16Units()) * T::kPages;
+  const int page = unit * T::kPages;
   float score[T::kTiles][kValues];
   Keys(slots, score);
   if constexpr (!T::kPlain) {
     if (params.cap_log2 > 0.0f) Cap(params.cap_log2, score);
-    Hide(params, piece.plan.int2_first_block + index, score);
+    Hide(params, piece.plan.int2_first_block + page, score);
   }
-  if (T::kPages == 2 && index + 1 >= piece.plan.int2_blocks) HideSecondPage(slots, score);
+  if (T::kPages == 2 && page + 1 >= piece.plan.int2_blocks) HideSecondPage(slots, score);
   float weight[T::kLaneRows];
   Probabilities(slots, score, weight);
   Values<0>(slots, score, weight);
@@ -360,6 +367,8 @@ __device__ __forceinline__ void WarpSums<T>::Finish(Shared<T>* shared) {
       shared->sums[warp][T::RowOf(a, pair_)] = sum_[a];
     }
   }
+  if (!shared->HasSums(warp)) return;
+  float* output = shared->SumsOf(warp, Ring<T>::kUnits);
 #pragma unroll
   for (int i = 0; i < T::kChannelTiles; ++i) {
     constexpr float kSlotWeight[4] = {1.0f, 1.0f / 4, 1.0f / 16, 1.0f / 64};
@@ -367,15 +376,11 @@ __device__ __forceinline__ void WarpSums<T>::Finish(Shared<T>* shared) {
     for (int v = 0; v < kValues; ++v) {
       const int a = v % T::kLaneRows;
       const int channel = T::ChannelOf(i) + row_ + v / T::kLaneRows * 8;
-      const float slot_weight = kSlotWeight[i % 4];
-      float value;
-      if (T::kNested) {
-        value = i % 4 == 0 ? fmaf(bias_[a], -8388608.0f, output_[i][v])
-                           : (output_[i][v] - output_[i == 0 ? 0 : i - 1][v]) * slot_weight;
-      } else {
-        value = fmaf(bias_[a], -8388608.0f * slot_weight, output_[i][v]);
-      }
-      shared->output[warp][channel][T::RowOf(a, pair_)] = value + offset_[T::GroupOf(i)][a];
+      const float slot_weight = kSlotWeight[i % 4] / kOutputUnit;
+      float value = output_[i][v];
+      if (T::kNested && i % 4 != 0) value -= output_[i - 1][v];
+      value *= slot_weight;
+      output[channel * T::kRows + T::RowOf(a, pair_)] = value + offset_[T::GroupOf(i)][a];
     }
   }
 }

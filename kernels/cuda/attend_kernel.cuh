@@ -10,27 +10,38 @@
 // the last of them to arrive.
 namespace okv::cuda {
 
-// Every thread copies 16 bytes of a pair's queries at a time; rows that do not exist are 0.
+// A thread's 16 bytes of a pair's queries. Finding them takes some 50 ns, which pass before the
+// kernel in front has ended.
 template <class T>
-__device__ __forceinline__ void RequestQueries(const AttendKernelParams& params, const Piece& piece,
-                                               __nv_bfloat16 (&to)[T::kRows][T::kDim]) {
-  const DecodeShape& shape = params.decode.shape;
-  constexpr int kPerRow = T::kDim / 8;
-  for (int i = threadIdx.x; i < T::kRows * kPerRow; i += T::kThreads) {
-    const int local = i / kPerRow;
-    const int row = piece.row_begin + local;
-    __nv_bfloat16* destination = &to[local][i % kPerRow * 8];
-    if (row >= static_cast<int>(params.geometry.rows)) {
-      *reinterpret_cast<uint4*>(destination) = {0, 0, 0, 0};
-      continue;
-    }
+class QueryCopy {
+ public:
+  __device__ __forceinline__ QueryCopy(const AttendKernelParams& params, const Piece& piece) {
+    static_assert(T::kRows * kPerRow <= T::kThreads);
+    const DecodeShape& shape = params.decode.shape;
+    const int row = piece.row_begin + static_cast<int>(threadIdx.x) / kPerRow;
+    if (row >= static_cast<int>(params.geometry.rows)) return;
     const int group = params.query_group;
     const int64_t token = static_cast<int64_t>(piece.request) * shape.query_tokens + row / group;
     const int64_t head = static_cast<int64_t>(piece.kv_head) * group + row % group;
-    CopyAsync16(SharedAddress(destination),
-                params.decode.q + (token * shape.query_heads + head) * T::kDim + i % kPerRow * 8);
+    source_ =
+        params.decode.q + (token * shape.query_heads + head) * T::kDim + threadIdx.x % kPerRow * 8;
   }
-}
+
+  // Asks for them; rows that do not exist become 0.
+  __device__ __forceinline__ void Request(__nv_bfloat16 (&to)[T::kRows][T::kDim]) const {
+    if (threadIdx.x >= T::kRows * kPerRow) return;
+    __nv_bfloat16* destination = &to[threadIdx.x / kPerRow][threadIdx.x % kPerRow * 8];
+    if (source_ == nullptr) {
+      *reinterpret_cast<uint4*>(destination) = {0, 0, 0, 0};
+    } else {
+      CopyAsync16(SharedAddress(destination), source_);
+    }
+  }
+
+ private:
+  static constexpr int kPerRow = T::kDim / 8;
+  const __nv_bfloat16* source_ = nullptr;
+};
 
 // Rows 4 pair .. 4 pair + 3 of each 16 rows of R, channels 16 tile + 2 row and the next one.
 template <class T>
@@ -58,7 +69,7 @@ __device__ __forceinline__ void RotateQueries(const uint32_t (&words)[T::kDim / 
   const int pair = threadIdx.x % 4;
 #pragma unroll
   for (int part = 0; part < T::kRowTiles; ++part) {
-    float d[4] = {};
+    float sums[2][4] = {};  // Two, so that a product does not wait for the one before
 #pragma unroll
     for (int step = 0; step < T::kDim / 16; ++step) {
       const uint32_t(&w)[4] = words[step];
@@ -68,14 +79,16 @@ __device__ __forceinline__ void RotateQueries(const uint32_t (&words)[T::kDim / 
       if (8 * part + row < T::kRows) {
         b = *reinterpret_cast<const uint2*>(&raw[8 * part + row][16 * step + 4 * pair]);
       }
-      MmaBf16(d, a, b.x, b.y);
+      MmaBf16(sums[step % 2], a, b.x, b.y);
     }
+    float d[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] = sums[0][i] + sums[1][i];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = 8 * part + 2 * pair + i;
       if (query >= T::kRows) continue;
       const int channel = 16 * tile + 2 * row;
-      *reinterpret_cast<float2*>(&shared->query[query][channel]) = make_float2(d[i], d[2 + i]);
       const uint32_t high = PackBf16(d[i], d[2 + i]);
       *reinterpret_cast<uint32_t*>(&shared->query_parts[T::HighColumn(query)][channel]) = high;
       *reinterpret_cast<uint32_t*>(&shared->query_parts[T::LowColumn(query)][channel]) =
@@ -110,7 +123,7 @@ __device__ __forceinline__ void RotateOutput(const AttendKernelParams& params, c
   const DecodeShape& shape = params.decode.shape;
 #pragma unroll
   for (int part = 0; part < T::kRowTiles; ++part) {
-    float d[4] = {};
+    float sums[2][4] = {};  // Two, so that a product does not wait for the one before
 #pragma unroll
     for (int step = 0; step < T::kDim / 32; ++step) {
       const uint4(&w)[2] = words[step];
@@ -120,10 +133,13 @@ __device__ __forceinline__ void RotateOutput(const AttendKernelParams& params, c
             &shared.output_parts[8 * (part * T::kParts + i) + row][32 * step + 8 * pair]);
         const uint32_t first[4] = {w[0].x, w[1].x, w[0].y, w[1].y};
         const uint32_t second[4] = {w[0].z, w[1].z, w[0].w, w[1].w};
-        MmaBf16(d, first, b.x, b.y);
-        MmaBf16(d, second, b.z, b.w);
+        MmaBf16(sums[0], first, b.x, b.y);
+        MmaBf16(sums[1], second, b.z, b.w);
       }
     }
+    float d[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] = sums[0][i] + sums[1][i];
 #pragma unroll
     for (int i = 0; i < (T::kLaneRows == 1 ? 1 : 2); ++i) {
       const int local = T::kLaneRows == 1 ? pair : 8 * part + 2 * pair + i;
@@ -159,25 +175,21 @@ struct RowResult {
     return T::kDim % kChannelStride == 0 || Channel(i) < T::kDim;
   }
 
-  // Merges the first kParts parts in shared memory.
-  template <int kParts>
-  __device__ __forceinline__ void Merge(const Shared<T>& shared) {
-    const int row = Row();
-    maximum = kNothing;
+  // Merges the warps' sums in shared memory.
+  __device__ __forceinline__ void MergeWarps(Shared<T>* shared) {
+    Begin<T::kWarps>(*shared);
 #pragma unroll
-    for (int w = 0; w < kParts; ++w) maximum = fmaxf(maximum, shared.maxima[w][row]);
-    sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) output[i] = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kParts; ++w) {
-      const float factor = Exp2(shared.maxima[w][row] - maximum);
-      sum = fmaf(factor, shared.sums[w][row], sum);
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        if (Has(i)) output[i] = fmaf(factor, shared.output[w][Channel(i)][row], output[i]);
-      }
+    for (int w = 0; w < T::kWarps; ++w) {
+      Add(*shared, w, shared->SumsOf(w, Ring<T>::kUnits), shared->HasSums(w));
     }
+  }
+
+  // Merges what BlockMerge left at `outputs`.
+  template <int kParts>
+  __device__ __forceinline__ void MergeSplits(const Shared<T>& shared, const float* outputs) {
+    Begin<kParts>(shared);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) Add(shared, i, outputs + i * T::kDim * T::kRows, true);
   }
 
   __device__ __forceinline__ void Store(const DecodeWorkspace& workspace, int slot) const {
@@ -228,6 +240,31 @@ struct RowResult {
           __float2bfloat16(value - __bfloat162float(high));
     }
   }
+
+ private:
+  template <int kParts>
+  __device__ __forceinline__ void Begin(const Shared<T>& shared) {
+    maximum = kNothing;
+#pragma unroll
+    for (int w = 0; w < kParts; ++w) maximum = fmaxf(maximum, shared.maxima[w][Row()]);
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) output[i] = 0.0f;
+  }
+
+  // Part `index`. Without a branch, so that all parts' loads are in flight together.
+  __device__ __forceinline__ void Add(const Shared<T>& shared, int index, const float* from,
+                                      bool exists) {
+    const int row = Row();
+    const float factor = Exp2(shared.maxima[index][row] - maximum);
+    sum = fmaf(factor, shared.sums[index][row], sum);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      if (!Has(i)) continue;
+      const float value = from[Channel(i) * T::kRows + row];
+      output[i] = fmaf(factor, exists ? value : 0.0f, output[i]);
+    }
+  }
 };
 
 // Merges what the thread blocks [begin, end) stored, of which the first began the pair, into the
@@ -239,13 +276,17 @@ struct BlockMerge {
   static constexpr int kSplits = kQuads >= T::kThreads ? 1 : T::kThreads / kQuads;
   static_assert(kQuads % T::kThreads == 0 || T::kThreads % kQuads == 0);
   static_assert(kSplits <= T::kWarps);
+  static_assert(!T::kSumsInRing || kSplits * T::kSumBytes <= T::kPages * T::kSlotBytes);
 
+  // `outputs`: [kSplits][kDim][kRows]
   __device__ __forceinline__ static void Run(const DecodeWorkspace& workspace, int begin, int end,
-                                             Shared<T>* shared) {
+                                             float* outputs, Shared<T>* shared) {
 #pragma unroll
     for (int first = 0; first < kQuads; first += T::kThreads) {
       const int index = first + threadIdx.x;
-      MergeQuad(workspace, begin, end, index % kQuads, index / kQuads % kSplits, shared);
+      const int split = index / kQuads % kSplits;
+      MergeQuad(workspace, begin, end, index % kQuads, split, outputs + split * T::kDim * T::kRows,
+                shared);
     }
     __syncthreads();
   }
@@ -256,7 +297,7 @@ struct BlockMerge {
   }
 
   __device__ __forceinline__ static void MergeQuad(const DecodeWorkspace& workspace, int begin,
-                                                   int end, int quad, int split,
+                                                   int end, int quad, int split, float* to,
                                                    Shared<T>* shared) {
     constexpr int kBatch = 9;  // Blocks whose loads are in flight
     const int row = quad % (T::kRows / 4) * 4;
@@ -300,7 +341,7 @@ struct BlockMerge {
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      shared->output[split][channel][row + r] = output[r];
+      to[channel * T::kRows + row + r] = output[r];
       if (channel != 0) continue;
       shared->maxima[split][row + r] = maximum[r];
       shared->sums[split][row + r] = sum[r];
@@ -349,7 +390,7 @@ __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
   }
   __syncthreads();
   RowResult<T> result;
-  result.template Merge<T::kWarps>(*shared);
+  result.MergeWarps(shared);
   const int begin = piece.pair == block.first_pair ? block.first_pair_begin : blockIdx.x;
   const int end = piece.pair == block.first_pair  ? block.first_pair_end
                   : piece.pair == block.last_pair ? block.last_pair_end
@@ -358,8 +399,12 @@ __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
     result.Store(params.workspace,
                  2 * blockIdx.x + (begin == static_cast<int>(blockIdx.x) ? 1 : 0));
     if (!ArriveLast<T>(params, piece.pair, end - begin, shared)) return;
-    BlockMerge<T>::Run(params.workspace, begin, end, shared);
-    result.template Merge<BlockMerge<T>::kSplits>(*shared);
+    // A part of a pair has a unit, so one of its warps has a place for sums.
+    int place = 0;
+    while (!shared->HasSums(place)) ++place;
+    float* merged = shared->SumsOf(place, Ring<T>::kUnits);
+    BlockMerge<T>::Run(params.workspace, begin, end, merged, shared);
+    result.template MergeSplits<BlockMerge<T>::kSplits>(*shared, merged);
   }
   result.Normalize(params, piece, shared);
   __syncthreads();
@@ -372,8 +417,7 @@ __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
 // Queries of a piece: rotated, into shared memory. `words` is the warp's part of R_K.
 template <class T>
 __device__ __forceinline__ void BeginPiece(const AttendKernelParams& params, const Piece& piece,
-                                           uint32_t (&words)[T::kDim / 16][4], int buffer,
-                                           Shared<T>* shared) {
+                                           uint32_t (&words)[T::kDim / 16][4], Shared<T>* shared) {
   const int warp = threadIdx.x / 32;
   const __nv_bfloat16* r_k = RotationOf<T>(params.decode.r_k, params, piece);
   CopyAsyncWaitAll();
@@ -381,7 +425,7 @@ __device__ __forceinline__ void BeginPiece(const AttendKernelParams& params, con
 #pragma unroll 1
   for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
     if (tile != warp || !T::kPreloadsRotation) LoadRotation<T>(r_k, tile, words);
-    RotateQueries<T>(words, tile, shared->query_raw[buffer], shared);
+    RotateQueries<T>(words, tile, shared->query_raw, shared);
   }
   __syncthreads();
 #pragma unroll 1
@@ -411,7 +455,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   Shared<T>* shared = reinterpret_cast<Shared<T>*>(shared_bytes);
   const int warp = threadIdx.x / 32;
   if (!params.decode.early_history) WaitForKernelBefore();
-  const BlockPlan block = LoadBlockPlan(params.workspace.blocks + blockIdx.x);
+  // In shared memory, so that it takes no registers in the loop.
+  const BlockPlan& block = shared->block;
+  if (threadIdx.x == 0) {
+    shared->block = LoadBlockPlan(params.workspace.blocks + blockIdx.x);
+  }
+  __syncthreads();
   if (block.first_pair > block.last_pair) return;
   Ring<T> ring(params, block, shared);
 
@@ -421,6 +470,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   uint32_t words[T::kDim / 16][4];
   PreloadRotation<T>(params, piece, words);
   PrefetchRotation<T>(RotationOf<T>(params.decode.r_v, params, piece));
+  const QueryCopy<T> queries(params, piece);
   int requested = 0;
   if (params.decode.early_history) {
     for (; requested < (Ring<T>::kUnits + 1) / 2 && !ring.NextIsBf16(); ++requested) {
@@ -428,39 +478,48 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     WaitForKernelBefore();
   }
-  RequestQueries<T>(params, piece, shared->query_raw[0]);
+  queries.Request(shared->query_raw);
   for (; requested < Ring<T>::kUnits; ++requested) ring.Request();
   LetNextKernelStart();
 
-  int buffer = 0;
   WarpSums<T> sums;
-  int first_unit = warp;  // of this warp in the piece
+  int index = warp;  // of the warp's next unit in the piece
   while (true) {
     const bool more = piece.pair < block.last_pair;
-    BeginPiece<T>(params, piece, words, buffer, shared);
+    BeginPiece<T>(params, piece, words, shared);
     sums.Begin(params, piece, *shared);
     if (more) {
       Piece next = piece;
       NextPiece(params, block, &next);
-      RequestQueries<T>(params, next, shared->query_raw[buffer ^ 1]);
+      QueryCopy<T>(params, next).Request(shared->query_raw);
     }
-    int unit = piece.unit_begin + first_unit;
-    for (; unit < piece.unit_end; unit += T::kWarps) {
+    for (; index < piece.Units(); index += T::kWarps) {
       const UnitSlots<T> slots = ring.Wait();
-      if (unit < piece.Bf16Units()) {
-        sums.AddBf16(params, piece, unit, slots, *shared);
+      if (piece.IsInt2(index)) {
+        sums.AddInt2(params, piece, piece.Int2Unit(index), slots);
       } else {
-        sums.AddInt2(params, piece, unit, slots);
+        sums.AddBf16(params, piece, piece.Bf16Unit(index), slots, *shared);
       }
       __syncwarp();
-      ring.Request();
+      if (!T::kSumsInRing || index + T::kWarps < piece.Units()) ring.Request();
     }
-    first_unit = unit - piece.unit_end;
+    // Less than kWarps at the begin of the piece.
+    if (T::kSumsInRing) {
+      if (threadIdx.x % 32 == 0) shared->sums_at[warp] = index < T::kWarps ? -1 : ring.LastUsed();
+      __syncwarp();
+    }
+    index -= piece.Units();
     sums.Finish(shared);
     FinishPiece<T>(params, block, piece, shared);
     if (!more) return;
+    if (T::kSumsInRing && shared->sums_at[warp] >= 0) {
+#if __CUDA_ARCH__ >= 900
+      FenceBeforeBulkCopy();
+#endif
+      __syncwarp();
+      ring.Request();
+    }
     NextPiece(params, block, &piece);
-    buffer ^= 1;
     PreloadRotation<T>(params, piece, words);
   }
 }

@@ -15,11 +15,22 @@ namespace {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kBlocksMax = 1024;  // Thread blocks, more than any device has multiprocessors
-// What a piece costs beside its units, in units (measured: README.md). Between long pieces memory
-// goes on working, up to the depth of the rings; short ones wait for queries, merge and rotations.
-constexpr int kPieceCost = 20;
-constexpr int kLongPieceCost = 8;
+// What a pair, or a part of one, costs a block beside its units, in units (measured: README.md):
+// its queries' rotation, merge, the output's rotation; and a part waits for the memory twice, which
+// in the midst of a stream answers after some 5 us. Between long pieces the rings go on loading.
+// With more pairs than blocks every block has whole pairs and a part at either end: those cost
+// less.
+constexpr int kWholeCost = 20;
+constexpr int kCutCost = 36;
+constexpr int kLongCost = 8;
+constexpr int kLongCutCost = 24;
 constexpr int kLongPieceUnits = 128;
+// Pairs are cut at multiples of 1, 2, 4 or 8 units.
+constexpr int kAligns = 4;
+constexpr int kAlignMax = 1 << (kAligns - 1);
+constexpr int kCapacityTolerance = 64;  // One part of so many
+// What a thread block loses that starts when the kernel in front has ended.
+constexpr int kLateStartUnits = 8;
 
 struct PlanParams {
   DecodeShape shape;
@@ -64,16 +75,18 @@ __device__ RequestPlan PlanRequest(const DecodeShape& shape, const DecodeGeometr
 
 // All in units.
 struct FillRule {
-  int capacity;  // of a block
-  int align;     // A pair is cut at multiples of it
-  int piece_cost;
+  int capacity;      // of a block
+  int align;         // A pair is cut at multiples of it
+  int whole_cost;    // of a pair in one block
+  int cut_cost;      // of a part of a pair
+  int blocks_count;  // To be filled
 };
 
 // Fills blocks greedily. False when that takes more than the device has. With `cuts`, writes where
 // each block's piece begins; the entries behind the last one used are the end.
 __device__ bool Fill(const PlanParams& params, const int32_t* units, const FillRule& rule,
                      Cut* cuts) {
-  const int blocks_count = params.geometry.blocks_count;
+  const int blocks_count = rule.blocks_count;
   const int pairs_per_request = params.geometry.pairs_per_request;
   int block = 0;
   int room = rule.capacity;
@@ -81,7 +94,7 @@ __device__ bool Fill(const PlanParams& params, const int32_t* units, const FillR
   if (cuts != nullptr) cuts[0] = {0, 0};
   for (uint32_t request = 0; request < params.shape.batch; ++request) {
     const int pair_units = units[request];
-    const int whole_cost = pair_units + rule.piece_cost;
+    const int whole_cost = pair_units + rule.whole_cost;
     int pairs_left = pairs_per_request;
     while (pairs_left > 0) {
       if (whole_cost <= room) {
@@ -93,14 +106,14 @@ __device__ bool Fill(const PlanParams& params, const int32_t* units, const FillR
       }
       int left = pair_units;
       do {
-        if (room < rule.piece_cost + min(rule.align, left)) {
+        if (room < rule.cut_cost + min(rule.align, left)) {
           if (++block == blocks_count) return false;
           room = rule.capacity;
           if (cuts != nullptr) cuts[block] = {pair, pair_units - left};
         }
-        int take = room - rule.piece_cost;
+        int take = room - rule.cut_cost;
         take = take >= left ? left : take - take % rule.align;
-        room -= rule.piece_cost + take;
+        room -= rule.cut_cost + take;
         left -= take;
       } while (left > 0);
       --pairs_left;
@@ -108,7 +121,8 @@ __device__ bool Fill(const PlanParams& params, const int32_t* units, const FillR
     }
   }
   if (cuts != nullptr) {
-    for (++block; block <= blocks_count; ++block) cuts[block] = {pair, 0};
+    const int device_blocks = params.geometry.blocks_count;
+    for (++block; block <= device_blocks; ++block) cuts[block] = {pair, 0};
   }
   return true;
 }
@@ -122,6 +136,12 @@ __device__ void SharedBy(const Cut* cuts, int blocks_count, int inside, int pair
   while (last < blocks_count && cuts[last].pair == pair && cuts[last].unit > 0) ++last;
   *begin = first;
   *end = last;
+}
+
+// BF16 units among the first `units` of a pair.
+__device__ int Bf16UnitsBefore(const RequestPlan& plan, int units) {
+  const int64_t bf16 = plan.sink_units + plan.recent_units;
+  return static_cast<int>(bf16 * units / max(1, plan.units));
 }
 
 __device__ BlockPlan MakeBlockPlan(const PlanParams& params, const int32_t* units, const Cut* cuts,
@@ -142,6 +162,10 @@ __device__ BlockPlan MakeBlockPlan(const PlanParams& params, const int32_t* unit
   plan.first_kv_head = inside / row_groups;
   plan.first_row = inside % row_groups * static_cast<int>(params.geometry.group_rows);
   plan.first_plan = PlanRequest(params.shape, params.geometry, params.lengths[plan.first_request]);
+  plan.first_bf16 = Bf16UnitsBefore(plan.first_plan, plan.first_unit);
+  const int last_request = plan.last_pair / per_request;
+  plan.last_bf16_end = Bf16UnitsBefore(
+      PlanRequest(params.shape, params.geometry, params.lengths[last_request]), plan.last_unit_end);
   SharedBy(cuts, blocks_count, block, plan.first_pair, &plan.first_pair_begin,
            &plan.first_pair_end);
   int32_t ignored;
@@ -153,15 +177,15 @@ __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const PlanParams para
   __shared__ int32_t units[kBatchMax];
   __shared__ Cut cuts[kBlocksMax + 1];
   __shared__ int32_t total;
-  __shared__ int32_t best;
+  __shared__ int32_t best[kAligns];
   const int thread = threadIdx.x;
   const int batch = params.shape.batch;
   const int pairs_per_request = params.geometry.pairs_per_request;
   const int blocks_count = params.geometry.blocks_count;
   if (thread == 0) {
     total = 0;
-    best = INT32_MAX;
   }
+  if (thread < kAligns) best[thread] = INT32_MAX;
   WaitForKernelBefore();
   __syncthreads();
   int sum = 0;
@@ -180,18 +204,35 @@ __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const PlanParams para
   const int64_t pairs = static_cast<int64_t>(batch) * pairs_per_request;
   const int64_t all_units = static_cast<int64_t>(total) * pairs_per_request;
   const bool long_pieces = min(all_units / pairs, all_units / blocks_count) >= kLongPieceUnits;
-  const int piece_cost = long_pieces ? kLongPieceCost : kPieceCost;
-  const int64_t pieces_cost = piece_cost * (pairs + blocks_count);
-  const int low = static_cast<int>(all_units / blocks_count) + piece_cost;
-  // Balance against cutting finely enough that the warps of a block have equal shares.
-  const int align = max(1, min(static_cast<int>(params.geometry.warps), (low - piece_cost) / 8));
+  const int whole_cost = long_pieces ? kLongCost : kWholeCost;
+  const bool many_pairs = pairs > blocks_count && params.geometry.group_rows == 4;
+  const int cut_cost = !long_pieces ? kCutCost : many_pairs ? kLongCost : kLongCutCost;
+  // Few pairs end all at once, each with a merge in one of its blocks, and there the next kernel's
+  // blocks start late. As many blocks are left without work if that costs less.
+  const bool spares = pairs < blocks_count &&
+                      pairs * all_units < int64_t{kLateStartUnits} * blocks_count * blocks_count;
+  const int filled = spares ? blocks_count - static_cast<int>(pairs) : blocks_count;
+  const int64_t pieces_cost = cut_cost * (pairs + blocks_count);
+  const int low = static_cast<int>(all_units / filled) + whole_cost;
+  // Of the alignments, the coarsest whose smallest capacity is nearly the best one: the warps of a
+  // block then have equal shares, and pairs more often end where a block ends.
+  const int align_index = thread % kAligns;
   const int high =
-      static_cast<int>((all_units + pieces_cost) / blocks_count) + piece_cost + 2 * align + 1;
+      static_cast<int>((all_units + pieces_cost) / filled) + cut_cost + 2 * kAlignMax + 1;
+  constexpr int kSteps = kPlanThreads / kAligns - 1;
   const int capacity =
-      low + static_cast<int>(static_cast<int64_t>(high - low) * thread / (kPlanThreads - 1));
-  if (Fill(params, units, {capacity, align, piece_cost}, nullptr)) atomicMin(&best, capacity);
+      low + static_cast<int>(static_cast<int64_t>(high - low) * (thread / kAligns) / kSteps);
+  if (Fill(params, units, {capacity, 1 << align_index, whole_cost, cut_cost, filled}, nullptr)) {
+    atomicMin(&best[align_index], capacity);
+  }
   __syncthreads();
-  if (thread == 0) Fill(params, units, {best, align, piece_cost}, cuts);
+  if (thread == 0) {
+    int least = best[0];
+    for (int i = 1; i < kAligns; ++i) least = min(least, best[i]);
+    int chosen = kAligns - 1;
+    while (best[chosen] > least + least / kCapacityTolerance) --chosen;
+    Fill(params, units, {best[chosen], 1 << chosen, whole_cost, cut_cost, filled}, cuts);
+  }
   __syncthreads();
   for (int i = thread; i < blocks_count; i += kPlanThreads) {
     params.workspace.blocks[i] = MakeBlockPlan(params, units, cuts, i);

@@ -8,9 +8,11 @@
 
 // What PlanDecode() writes and the attention kernel reads.
 //
-// A pair is (request, KV head, group of query rows). Its keys are cut into units of equal bytes,
-// which a warp loads at once: first BF16 units (sink, then recent), then INT2 units. The pairs'
-// units lie on a line, request-major, which is cut into one piece a thread block.
+// A pair is (request, KV head, group of query rows). Its keys are cut into units of about equal
+// bytes, which a warp loads at once: BF16 units (sink, then recent) and INT2 units. The pairs'
+// units lie on a line, request-major, which is cut into one piece a thread block. BF16 units are
+// spread evenly over a pair's line, since they take longer; in a piece they come last, since the
+// kernel in front may still be writing their rows.
 namespace okv::cuda {
 
 inline constexpr uint32_t kBlockTokens = 64;
@@ -56,7 +58,8 @@ struct alignas(32) BlockPlan {
   int32_t first_request;  // What first_pair is
   int32_t first_kv_head;
   int32_t first_row;
-  int32_t unused[2];
+  int32_t first_bf16;     // BF16 units of first_pair in front of first_unit
+  int32_t last_bf16_end;  // and of last_pair in front of last_unit_end
   RequestPlan first_plan;
 };
 

@@ -49,6 +49,11 @@ class Ring {
     request_index_ = request_index_ + 1 == kUnits ? 0 : request_index_ + 1;
   }
 
+  // The place of the unit that Wait() gave last.
+  __device__ __forceinline__ int LastUsed() const {
+    return wait_index_ == 0 ? kUnits - 1 : wait_index_ - 1;
+  }
+
   // Waits for the oldest unit asked for.
   __device__ __forceinline__ UnitSlots<T> Wait() {
     BarrierWait(Arrived(wait_index_), wait_parity_);
@@ -78,30 +83,36 @@ class Ring {
   // Finds the next 32 units of the warp, one a lane, when the last ones are used up.
   __device__ __forceinline__ void FindIfUsed() {
     if (requested_ != found_end_) return;
-    rows_ = 0;
-    second_ = nullptr;
-    int offset = warp_ + (requested_ + lane_) * T::kWarps;
+    const bool exists = Find(requested_ + lane_);
     found_end_ += 32;
-    Piece piece = FirstPiece(block_);
-    bool exists = true;
-    while (exists) {
-      const int units = piece.unit_end - piece.unit_begin;
-      if (offset < units) break;
-      exists = piece.pair < block_.last_pair;
-      offset -= units;
-      if (exists) NextPiece(params_, block_, &piece);
-    }
-    if (exists) Locate(piece, piece.unit_begin + offset);
     __syncwarp();
     units_ = __ballot_sync(~0u, exists);
     bf16_units_ = __ballot_sync(~0u, exists && rows_ > 0);
   }
 
-  __device__ __forceinline__ void Locate(const Piece& piece, int unit) {
+  // Locates the warp's unit `index` for this lane; false: there are not so many.
+  __device__ __forceinline__ bool Find(int index) {
+    rows_ = 0;
+    second_ = nullptr;
+    int offset = warp_ + index * T::kWarps;
+    Piece piece = FirstPiece(block_);
+    bool exists = true;
+    while (exists) {
+      const int units = piece.Units();
+      if (offset < units) break;
+      exists = piece.pair < block_.last_pair;
+      offset -= units;
+      if (exists) NextPiece(params_, block_, &piece);
+    }
+    if (exists) Locate(piece, offset);
+    return exists;
+  }
+
+  // Unit `index` of the piece.
+  __device__ __forceinline__ void Locate(const Piece& piece, int index) {
     const DecodeParams& decode = params_.decode;
-    const int int2_unit = unit - piece.Bf16Units();
-    if (int2_unit >= 0) {
-      const int block = int2_unit * T::kPages;
+    if (piece.IsInt2(index)) {
+      const int block = piece.Int2Unit(index) * T::kPages;
       const int32_t* table = decode.int2_table + piece.request * decode.int2_table_stride +
                              (piece.plan.int2_first_block - decode.shape.sink_blocks) + block;
       const int64_t head = static_cast<int64_t>(piece.kv_head) * T::kRunBytes;
@@ -112,14 +123,14 @@ class Ring {
       return;
     }
     const int sinks = decode.shape.sink_blocks;
-    const int token = piece.Bf16Token(unit, T::kUnitTokens);
+    const int token = piece.Bf16Token(piece.Bf16Unit(index), T::kUnitTokens);
     const int block = token / static_cast<int>(kBlockTokens);
     const int slot = block < sinks
                          ? block
                          : sinks + (block - sinks) % static_cast<int>(decode.shape.ring_blocks);
-    const int64_t index = decode.bf16_table[piece.request * decode.bf16_table_stride + slot];
+    const int64_t at = decode.bf16_table[piece.request * decode.bf16_table_stride + slot];
     constexpr int kRow = 2 * T::kDim;
-    first_ = decode.bf16_pages + index * decode.bf16_block_stride +
+    first_ = decode.bf16_pages + at * decode.bf16_block_stride +
              static_cast<int64_t>(piece.kv_head) * (2 * kBlockTokens * kRow) +
              token % static_cast<int>(kBlockTokens) * kRow;
     second_ = first_ + kBlockTokens * kRow;

@@ -57,6 +57,13 @@ struct Tile {
 
   static constexpr int kByteStride = kDim + 16;  // of a row of query bytes: [4 slots][kDim / 4]
 
+  // With 8 rows a warp's sums of p v, fp32 [kDim][kRows], wait for the merge in the ring's place of
+  // the last unit used: a third unit a warp then finds room, 132 us for 136 at 8 x 102,400. With 4
+  // rows, whose arithmetic leaves time, it gains nothing.
+  static constexpr int kSumBytes = 4 * kDim * kRows;
+  static constexpr bool kSumsInRing = kDim == 128 && kLaneRows == 2 && kPages == 2;
+  static_assert(!kSumsInRing || kSumBytes <= kPages * kSlotBytes);
+
   // The row of a lane's a-th value: pair is lane % 4.
   __device__ __forceinline__ static int RowOf(int a, int pair) {
     return kLaneRows == 1 ? pair : 8 * (a >> 1) + 2 * pair + (a & 1);
@@ -119,22 +126,34 @@ inline constexpr int kRingUnitsMax = 8;
 // Shared memory of a thread block; the warps' rings follow it: [kWarps][units][kPages][kSlotBytes].
 template <class T>
 struct alignas(128) Shared {
-  float output[T::kWarps][T::kDim][T::kRows];  // Each warp's sums of p v
+  // Each warp's sums of p v, where they are not in its ring
+  float output[T::kSumsInRing ? 1 : T::kWarps][T::kSumsInRing ? 1 : T::kDim][T::kRows];
   float maxima[T::kWarps][T::kRows];
   float sums[T::kWarps][T::kRows];
   union {
-    alignas(16) float query[T::kRows][T::kQueryStride];  // Rotated; from a piece's begin on
-    // Normalized outputs, high and low part; at a piece's end
+    // Rotated queries, high and low part; from a piece's begin on
+    alignas(16) __nv_bfloat16 query_parts[T::kColumns][T::kHalfStride];
+    // Normalized outputs, the same; at a piece's end
     alignas(16) __nv_bfloat16 output_parts[T::kColumns][T::kHalfStride];
   };
-  alignas(16) __nv_bfloat16 query_parts[T::kColumns][T::kHalfStride];  // High and low part of query
   // Fixed point: coefficient of slot j of byte i, high or low byte (attend_warp.cuh)
   alignas(16) uint8_t query_bytes[T::kColumns][T::kByteStride];
   float query_sums[T::kRows][T::kGroups];  // 64 F times the sum of the rounded query
   float query_unscale[T::kRows];           // 1 / (64 F)
-  alignas(16) __nv_bfloat16 query_raw[2][T::kRows][T::kDim];  // This piece's and the next one's
+  alignas(16) __nv_bfloat16 query_raw[T::kRows][T::kDim];  // This piece's, then the next one's
   alignas(8) uint64_t arrived[T::kWarps][kRingUnitsMax];
+  int32_t sums_at[T::kWarps];  // Where in its ring a warp's sums are; -1: it had no unit
   int32_t last_arrival;
+  BlockPlan block;
+
+  // A warp's sums of p v, [kDim][kRows]; anything where HasSums() is false.
+  __device__ __forceinline__ float* SumsOf(int warp, int units) {
+    if constexpr (!T::kSumsInRing) return &output[warp][0][0];
+    return reinterpret_cast<float*>(Unit(warp, units, max(sums_at[warp], 0)));
+  }
+  __device__ __forceinline__ bool HasSums(int warp) const {
+    return !T::kSumsInRing || sums_at[warp] >= 0;
+  }
 
   __device__ __forceinline__ uint8_t* Unit(int warp, int units, int index) {
     return reinterpret_cast<uint8_t*>(this + 1) +
@@ -174,22 +193,43 @@ struct UnitSlots {
   }
 };
 
-// A piece of a pair: what a thread block works on between two merges.
+// A piece of a pair: what a thread block works on between two merges: INT2 units, then BF16 units.
 struct Piece {
   int pair;
   int request;
   int kv_head;
   int row_begin;
-  int unit_begin;
-  int unit_end;
+  int int2_begin;
+  int int2_count;
+  int bf16_begin;
+  int bf16_count;
+  int int2_index;  // Of the first INT2 unit in the piece: BF16 units are in front of them or behind
   RequestPlan plan;
 
-  __device__ __forceinline__ int Bf16Units() const { return plan.sink_units + plan.recent_units; }
-  // The first token of BF16 unit `unit`.
+  __device__ __forceinline__ int Units() const { return int2_count + bf16_count; }
+  // The first token of BF16 unit `unit` of the pair.
   __device__ __forceinline__ int Bf16Token(int unit, int unit_tokens) const {
     return unit < plan.sink_units
                ? (plan.sink_first_unit + unit) * unit_tokens
                : plan.recent_first_token + (unit - plan.sink_units) * unit_tokens;
+  }
+  // Cut to the pair's units from `begin` to `end`, of which bf16_begin to bf16_end are BF16.
+  __device__ __forceinline__ void Cut(int begin, int end, int bf16_first, int bf16_end) {
+    int2_begin = begin - bf16_first;
+    int2_count = end - bf16_end - int2_begin;
+    bf16_begin = bf16_first;
+    bf16_count = bf16_end - bf16_first;
+    int2_index = 0;
+  }
+  __device__ __forceinline__ bool IsInt2(int index) const {
+    return static_cast<uint32_t>(index - int2_index) < static_cast<uint32_t>(int2_count);
+  }
+  // Of the pair, for the unit `index` of the piece.
+  __device__ __forceinline__ int Int2Unit(int index) const {
+    return int2_begin + index - int2_index;
+  }
+  __device__ __forceinline__ int Bf16Unit(int index) const {
+    return bf16_begin + (index < int2_index ? index : index - int2_count);
   }
 };
 
@@ -204,19 +244,31 @@ __device__ __forceinline__ BlockPlan LoadBlockPlan(const BlockPlan* plan) {
   const int4 a = words[0];
   const int4 b = words[1];
   const int4 c = words[2];
-  return {a.x, a.y, a.z, a.w, b.x,        b.y,
-          b.z, b.w, c.x, c.y, {c.z, c.w}, LoadRequestPlan(&plan->first_plan)};
+  return {a.x,
+          a.y,
+          a.z,
+          a.w,
+          b.x,
+          b.y,
+          b.z,
+          b.w,
+          c.x,
+          c.y,
+          c.z,
+          c.w,
+          LoadRequestPlan(&plan->first_plan)};
 }
 
 __device__ __forceinline__ Piece FirstPiece(const BlockPlan& block) {
-  return {.pair = block.first_pair,
-          .request = block.first_request,
-          .kv_head = block.first_kv_head,
-          .row_begin = block.first_row,
-          .unit_begin = block.first_unit,
-          .unit_end =
-              block.first_pair == block.last_pair ? block.last_unit_end : block.first_plan.units,
-          .plan = block.first_plan};
+  Piece piece = {.pair = block.first_pair,
+                 .request = block.first_request,
+                 .kv_head = block.first_kv_head,
+                 .row_begin = block.first_row,
+                 .plan = block.first_plan};
+  const bool only = block.first_pair == block.last_pair;
+  piece.Cut(block.first_unit, only ? block.last_unit_end : piece.plan.units, block.first_bf16,
+            only ? block.last_bf16_end : piece.plan.sink_units + piece.plan.recent_units);
+  return piece;
 }
 
 // REQUIRES: piece->pair < block.last_pair
@@ -232,8 +284,10 @@ __device__ __forceinline__ void NextPiece(const AttendKernelParams& params, cons
       piece->plan = LoadRequestPlan(params.workspace.requests + piece->request);
     }
   }
-  piece->unit_begin = 0;
-  piece->unit_end = piece->pair == block.last_pair ? block.last_unit_end : piece->plan.units;
+  const bool last = piece->pair == block.last_pair;
+  piece->Cut(0, last ? block.last_unit_end : piece->plan.units, 0,
+             last ? block.last_bf16_end : piece->plan.sink_units + piece->plan.recent_units);
+  piece->int2_index = piece->bf16_count;
 }
 
 }  // namespace okv::cuda

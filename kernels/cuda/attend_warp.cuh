@@ -24,6 +24,9 @@ namespace okv::cuda {
 
 inline constexpr float kNothing = -1e30f;  // Maximum of no score
 inline constexpr float kHidden = -3e38f;   // Score of a key that a row does not see
+// Sums of p v are kept times this: what a unit's integer sums are multiplied by, 2^149 times it, is
+// then a normal number for weights from 2^-57 to 2^40.
+inline constexpr float kOutputUnit = 0x1p-80f;
 
 template <class T>
 class WarpSums {
@@ -44,7 +47,6 @@ class WarpSums {
     for (int a = 0; a < T::kLaneRows; ++a) {
       maximum_[a] = kNothing;
       sum_[a] = 0.0f;
-      bias_[a] = 0.0f;
 #pragma unroll
       for (int group = 0; group < T::kGroups; ++group) offset_[group][a] = 0.0f;
     }
@@ -55,7 +57,8 @@ class WarpSums {
                                           const Shared<T>& shared);
   __device__ __forceinline__ void AddInt2(const AttendKernelParams& params, const Piece& piece,
                                           int unit, const UnitSlots<T>& slots);
-  // Writes the sums, relative to 2^maximum, to the warp's part of shared memory.
+  // Writes the sums, relative to 2^maximum, to shared memory; those of p v where `shared` has a
+  // place for them.
   __device__ __forceinline__ void Finish(Shared<T>* shared);
 
  private:
@@ -99,6 +102,8 @@ class WarpSums {
                                        float (&score)[T::kTiles][kValues]);
   __device__ __forceinline__ void TileSums(const uint8_t* page, int tile,
                                            int (&sums)[T::kGroups][T::kRowTiles * T::kParts][4]);
+  __device__ __forceinline__ void AddGroup(const int (&sums)[T::kRowTiles * T::kParts][4],
+                                           int group, const uint2& words, float (&score)[kValues]);
   __device__ __forceinline__ void Hide(const AttendKernelParams& params, int block,
                                        float (&score)[T::kTiles][kValues]);
   __device__ __forceinline__ void HideSecondPage(const UnitSlots<T>& slots,
@@ -138,13 +143,12 @@ class WarpSums {
   float unscale_[T::kLaneRows];                // 1 / (64 F)
 
   // All relative to 2^maximum_; sum_ and offset_ are of this lane's tokens only. output_ of channel
-  // tile 4 h + j, nested: sum of tiles 4 h + i, i <= j, times 4^i; plus bias_ times 2^23 (for slots
-  // that are not nested: 2^23 / 4^j).
+  // tile 4 h + j, in units of 1 / kOutputUnit: times 4^j; nested: sum of tiles 4 h + i, i <= j,
+  // times 4^i.
   float output_[T::kChannelTiles][kValues];
   float maximum_[T::kLaneRows];
   float sum_[T::kLaneRows];                 // of p
   float offset_[T::kGroups][T::kLaneRows];  // of p v_offset
-  float bias_[T::kLaneRows];                // Sum of the units' weights
 };
 
 // The coefficients of the four codes of a byte for queries x, in units of 64 F each: e[j] = what
@@ -179,7 +183,8 @@ __device__ __forceinline__ void QuantizeQuery(const AttendKernelParams& params, 
   constexpr int kBytes = T::kDim / 4;
   constexpr int kLaneBytes = (kBytes + 31) / 32;
   const int lane = threadIdx.x % 32;
-  const float* query = shared->query[row];
+  const __nv_bfloat16* high = shared->query_parts[T::HighColumn(row)];
+  const __nv_bfloat16* low = shared->query_parts[T::LowColumn(row)];
   float x[kLaneBytes][4];
   float largest = 0.0f;
   float poison = 0.0f;  // NaN if the row has NaN or Inf
@@ -188,23 +193,23 @@ __device__ __forceinline__ void QuantizeQuery(const AttendKernelParams& params, 
     const int byte = lane + 32 * i;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      x[i][j] = byte < kBytes ? query[kBytes * j + byte] : 0.0f;
+      const int channel = kBytes * j + byte;
+      x[i][j] =
+          byte < kBytes ? __bfloat162float(high[channel]) + __bfloat162float(low[channel]) : 0.0f;
       largest = fmaxf(largest, fabsf(x[i][j]));
       poison = fmaf(x[i][j], 0.0f, poison);
     }
   }
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-  }
+  // Not negative, so that they order as their bits.
+  largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
   largest = fmaxf(largest * params.scale_log2, 1e-30f);
   // F = 2^exponent. A coefficient is at most 5.5 F |q| (nested: 4 F, less the carried parts of
   // three others) and must be below 127.5 * 256: the high byte stays below 128.
   const int exponent = static_cast<int>(__float_as_uint(__fdividef(5930.0f, largest)) >> 23) - 127;
   const float factor = params.scale_log2 * __uint_as_float((127 + exponent) << 23);
-  float sums[T::kGroups];
+  int sums[T::kGroups];  // At most 256 x 64 x 32,640
 #pragma unroll
-  for (int group = 0; group < T::kGroups; ++group) sums[group] = poison;
+  for (int group = 0; group < T::kGroups; ++group) sums[group] = 0;
 #pragma unroll
   for (int i = 0; i < kLaneBytes; ++i) {
     const int byte = lane + 32 * i;
@@ -217,16 +222,14 @@ __device__ __forceinline__ void QuantizeQuery(const AttendKernelParams& params, 
         shared->query_bytes[T::HighColumn(row)][kBytes * j + byte] = (c[j] + 128) >> 8 & 255;
         shared->query_bytes[T::LowColumn(row)][kBytes * j + byte] = c[j] & 255;
       }
-      sums[(kBytes * j + 32 * i) * T::kGroups / T::kDim] += static_cast<float>(e[j]);
+      sums[(kBytes * j + 32 * i) * T::kGroups / T::kDim] += e[j];
     }
   }
+  const bool poisoned = __any_sync(~0u, poison != poison);
 #pragma unroll
   for (int group = 0; group < T::kGroups; ++group) {
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      sums[group] += __shfl_xor_sync(~0u, sums[group], lanes);
-    }
-    if (lane == 0) shared->query_sums[row][group] = sums[group];
+    const float sum = static_cast<float>(__reduce_add_sync(~0u, sums[group]));
+    if (lane == 0) shared->query_sums[row][group] = poisoned ? NAN : sum;
   }
   if (lane == 0) {
     shared->query_unscale[row] = __uint_as_float(static_cast<uint32_t>(121 - exponent) << 23);
@@ -260,7 +263,6 @@ __device__ __forceinline__ void WarpSums<T>::SetQueries(const Shared<T>& shared)
 template <class T>
 __device__ __forceinline__ void WarpSums<T>::Rescale(int a, float factor) {
   sum_[a] *= factor;
-  bias_[a] *= factor;
 #pragma unroll
   for (int group = 0; group < T::kGroups; ++group) offset_[group][a] *= factor;
 #pragma unroll
