@@ -25,17 +25,6 @@ void Finish(double rows_count, uint32_t dim, Matrix* sum) {
   Scale(1.0 / rows_count, sum);
 }
 
-// One matrix per query head becomes one per KV head: the mean over the heads that read it.
-std::vector<Matrix> PoolQueryHeads(const std::vector<Matrix>& per_query_head, uint32_t kv_heads) {
-  const size_t group = per_query_head.size() / kv_heads;
-  std::vector<Matrix> pooled;
-  for (uint32_t head = 0; head < kv_heads; ++head) {
-    const auto begin = per_query_head.begin() + static_cast<ptrdiff_t>(head * group);
-    pooled.push_back(MeanMatrix({begin, begin + static_cast<ptrdiff_t>(group)}));
-  }
-  return pooled;
-}
-
 // Mean over tokens of x^T x for each head of `tensor`, [tokens_count, heads, dim].
 std::vector<Matrix> RowCovariance(const LayerDump& layer, const std::vector<float>& tensor,
                                   uint32_t heads, ThreadPool* pool) {
@@ -66,6 +55,16 @@ Matrix MeanMatrix(const std::vector<Matrix>& matrices) {
   return mean;
 }
 
+std::vector<Matrix> PoolQueryHeads(const std::vector<Matrix>& per_query_head, uint32_t kv_heads) {
+  const size_t group = per_query_head.size() / kv_heads;
+  std::vector<Matrix> pooled;
+  for (uint32_t head = 0; head < kv_heads; ++head) {
+    const auto begin = per_query_head.begin() + static_cast<ptrdiff_t>(head * group);
+    pooled.push_back(MeanMatrix({begin, begin + static_cast<ptrdiff_t>(group)}));
+  }
+  return pooled;
+}
+
 std::vector<Matrix> QueryCovariance(const LayerDump& layer, ThreadPool* pool) {
   return PoolQueryHeads(RowCovariance(layer, layer.q, layer.query_heads, pool), layer.kv_heads);
 }
@@ -86,6 +85,32 @@ std::vector<SequenceRange> SampleSequences(const std::vector<uint32_t>& sequence
     left -= count;
   }
   return ranges;
+}
+
+LayerDump ExtractRanges(const LayerDump& layer, const std::vector<SequenceRange>& ranges) {
+  LayerDump part{.layer_id = layer.layer_id,
+                 .tokens_count = 0,
+                 .query_heads = layer.query_heads,
+                 .kv_heads = layer.kv_heads,
+                 .head_dim = layer.head_dim,
+                 .sequence_lengths = {},
+                 .q = {},
+                 .k = {},
+                 .v = {}};
+  for (const SequenceRange& range : ranges) {
+    const auto append = [&](const std::vector<float>& from, uint32_t heads,
+                            std::vector<float>* to) {
+      const size_t width = size_t{heads} * layer.head_dim;
+      const float* first = from.data() + range.first_token * width;
+      to->insert(to->end(), first, first + range.tokens_count * width);
+    };
+    append(layer.q, layer.query_heads, &part.q);
+    append(layer.k, layer.kv_heads, &part.k);
+    append(layer.v, layer.kv_heads, &part.v);
+    part.sequence_lengths.push_back(range.tokens_count);
+    part.tokens_count += range.tokens_count;
+  }
+  return part;
 }
 
 std::vector<Matrix> SoftmaxValueCovariance(const LayerDump& layer,

@@ -32,11 +32,15 @@ struct ValueSample {
 struct SequenceRange {
   uint32_t first_token;
   uint32_t tokens_count;
+  bool operator==(const SequenceRange&) const = default;
 };
 // Sequences in order, each cut to its first sequence_tokens_max tokens, until tokens_max are taken
 // (the last is cut to what is left).
 std::vector<SequenceRange> SampleSequences(const std::vector<uint32_t>& sequence_lengths,
                                            const ValueSample& sample);
+
+// The ranges' tokens alone: as many sequences as ranges.
+LayerDump ExtractRanges(const LayerDump& layer, const std::vector<SequenceRange>& ranges);
 
 // C_S of KV head h = mean over tokens and query heads of o^T o, where o = S V is the attention's
 // output: (1/N) V^T S^T S V without the matrix S. Sequences do not see each other.
@@ -52,6 +56,9 @@ std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer,
 
 // The mean of the matrices: all heads count alike.
 Matrix MeanMatrix(const std::vector<Matrix>& matrices);
+
+// One matrix per query head becomes one per KV head: the mean over the heads that read it.
+std::vector<Matrix> PoolQueryHeads(const std::vector<Matrix>& per_query_head, uint32_t kv_heads);
 
 }  // namespace okv
 

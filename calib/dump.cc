@@ -117,9 +117,11 @@ absl::StatusOr<std::unique_ptr<DumpWriter>> DumpWriter::Create(const std::string
 }
 
 DumpWriter::~DumpWriter() {
-  for (const uint32_t layer_id : info_.layer_ids) {
-    for (const char* name : kDumpTensors) unlink(SpoolPath(layer_id, name).c_str());
-  }
+  for (const uint32_t layer_id : info_.layer_ids) RemoveSpools(layer_id);
+}
+
+void DumpWriter::RemoveSpools(uint32_t layer_id) const {
+  for (const char* name : kDumpTensors) unlink(SpoolPath(layer_id, name).c_str());
 }
 
 std::string DumpWriter::SpoolPath(uint32_t layer_id, const char* tensor) const {
@@ -160,7 +162,11 @@ absl::Status DumpWriter::EndSequence() {
 absl::Status DumpWriter::Finish() {
   OKV_RETURN_IF_ERROR(EndSequence());
   if (ended_tokens_ == 0) return absl::FailedPreconditionError("the dump has no tokens");
-  for (const uint32_t layer_id : info_.layer_ids) OKV_RETURN_IF_ERROR(JoinLayer(layer_id));
+  for (const uint32_t layer_id : info_.layer_ids) {
+    OKV_RETURN_IF_ERROR(JoinLayer(layer_id));
+    // Not all at the end: the disk never holds more than one layer twice.
+    RemoveSpools(layer_id);
+  }
   return absl::OkStatus();
 }
 

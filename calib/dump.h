@@ -85,6 +85,7 @@ class DumpWriter {
   DumpWriter(std::string directory, const DumpInfo& info);
   std::string SpoolPath(uint32_t layer_id, const char* tensor) const;
   absl::Status JoinLayer(uint32_t layer_id) const;
+  void RemoveSpools(uint32_t layer_id) const;
 
   const std::string directory_;
   const DumpInfo info_;

@@ -30,7 +30,7 @@ absl::StatusOr<Enum> ParseName(absl::string_view what, const absl::string_view (
 
 constexpr absl::string_view kMethods[] = {"oscar", "hadamard", "none"};
 constexpr absl::string_view kScopes[] = {"layer", "kv_head"};
-constexpr absl::string_view kValueObjectives[] = {"softmax", "energy"};
+constexpr absl::string_view kValueObjectives[] = {"softmax", "energy", "auto"};
 constexpr absl::string_view kKeyObjectives[] = {"auto", "qqt", "kkt", "offset"};
 
 // What an unset clip ratio is chosen from. Four levels between the ends of a Gaussian's range err
@@ -39,9 +39,12 @@ constexpr absl::string_view kKeyObjectives[] = {"auto", "qqt", "kkt", "offset"};
 constexpr double kClipRatios[] = {0,    0.98, 0.96, 0.94, 0.92, 0.90, 0.88,
                                   0.86, 0.84, 0.82, 0.80, 0.78, 0.76};
 
+constexpr double kPublishedClipK = 0.96;
+constexpr double kPublishedClipV = 0.92;
+
 // Of blocks of queries.
 constexpr uint32_t kWeightsStride = 2;
-constexpr uint32_t kJudgeStride = 3;
+constexpr uint32_t kJudgeStride = 4;
 
 uint32_t ClipRank(double ratio, uint32_t head_dim) {
   return static_cast<uint32_t>(std::floor(ratio * head_dim));
@@ -82,15 +85,84 @@ absl::StatusOr<EigenSystem> EigenOf(const Matrix& covariance, absl::string_view 
   return SymmetricEigen(covariance, dim);
 }
 
+// The sequences as if the dump ended behind its first `tokens_count` tokens.
+std::vector<SequenceRange> FirstRanges(const std::vector<uint32_t>& sequence_lengths,
+                                       uint32_t tokens_count) {
+  std::vector<SequenceRange> ranges;
+  uint32_t first = 0;
+  for (const uint32_t length : sequence_lengths) {
+    const uint32_t count = std::min(length, tokens_count - std::min(tokens_count, first));
+    if (count > 0) ranges.push_back({.first_token = first, .tokens_count = count});
+    first += length;
+  }
+  return ranges;
+}
+
+// Tokens that the softmax objective reads.
+uint32_t SoftmaxTokens(const std::vector<uint32_t>& sequence_lengths, const FitOptions& options) {
+  const uint32_t fit_tokens =
+      SplitWindows(sequence_lengths, options.fit_windows, options.judge_windows).fit_tokens;
+  std::vector<uint32_t> lengths;
+  for (const SequenceRange& range : FirstRanges(sequence_lengths, fit_tokens)) {
+    lengths.push_back(range.tokens_count);
+  }
+  uint32_t tokens = 0;
+  for (const SequenceRange& range : SampleSequences(lengths, options.value_sample)) {
+    tokens += range.tokens_count;
+  }
+  return tokens;
+}
+
+// Gives every rank what each has found: a rotation that is not a rank's own is empty.
+absl::Status Exchange(uint32_t head_dim, AllReduce* ranks, std::vector<FoundRotation>* found) {
+  if (ranks->ranks_count() == 1) return absl::OkStatus();
+  constexpr size_t kFields = 5 + 2 * kStartsMax;
+  const size_t matrix = size_t{head_dim} * head_dim;
+  const size_t stride = kFields + matrix;
+  // A sum of one number and zeros is that number.
+  std::vector<double> numbers(found->size() * stride, 0.0);
+  for (size_t i = 0; i < found->size(); ++i) {
+    const FoundRotation& one = (*found)[i];
+    if (one.rotation.empty()) continue;
+    double* const at = numbers.data() + i * stride;
+    at[0] = static_cast<double>(one.start);
+    at[1] = one.refined ? 1 : 0;
+    at[2] = one.clip_rank;
+    at[3] = one.error.error;
+    at[4] = one.error.signal;
+    for (size_t start = 0; start < kStartsMax; ++start) {
+      at[5 + 2 * start] = one.start_errors[start].error;
+      at[6 + 2 * start] = one.start_errors[start].signal;
+    }
+    std::copy(one.rotation.begin(), one.rotation.end(), at + kFields);
+  }
+  OKV_RETURN_IF_ERROR(ranks->Sum(absl::MakeSpan(numbers)));
+  for (size_t i = 0; i < found->size(); ++i) {
+    const double* const at = numbers.data() + i * stride;
+    FoundRotation& one = (*found)[i];
+    one.start = static_cast<size_t>(at[0]);
+    one.refined = at[1] != 0;
+    one.clip_rank = static_cast<uint32_t>(at[2]);
+    one.error = {.error = at[3], .signal = at[4]};
+    for (size_t start = 0; start < kStartsMax; ++start) {
+      one.start_errors[start] = {.error = at[5 + 2 * start], .signal = at[6 + 2 * start]};
+    }
+    one.rotation.resize(matrix);
+    std::transform(at + kFields, at + stride, one.rotation.begin(),
+                   [](double bits) { return static_cast<uint16_t>(bits); });
+  }
+  return absl::OkStatus();
+}
+
 // Fits one layer's rotations and clip ranks. Lives for one call. Thread-compatible.
 class LayerFit {
  public:
-  LayerFit(const LayerDump& layer, const FitOptions& options,
-           const std::vector<Matrix>& query_covariance, ThreadPool* pool)
+  // `machine` has ranks and a device.
+  LayerFit(const LayerDump& layer, const FitOptions& options, const FitMachine& machine)
       : layer_(layer),
         options_(options),
-        query_covariance_(query_covariance),
-        pool_(pool),
+        machine_(machine),
+        pool_(machine.pool),
         shared_(options.scope == RotationScope::kLayer),
         windows_(SplitWindows(layer.sequence_lengths, options.fit_windows, options.judge_windows)) {
   }
@@ -109,47 +181,70 @@ class LayerFit {
   std::vector<Matrix> Scoped(const std::vector<Matrix>& per_head) const {
     return shared_ ? std::vector<Matrix>{MeanMatrix(per_head)} : per_head;
   }
-  absl::StatusOr<std::vector<Matrix>> ValueCovariance(const std::vector<Matrix>& c_q) const;
+  // `objective` is not kAuto.
+  absl::StatusOr<std::vector<Matrix>> ValueCovariance(ValueObjective objective,
+                                                      const std::vector<SequenceRange>& ranges,
+                                                      const std::vector<Matrix>& c_q,
+                                                      SharedCovariance* text) const;
+  // Those that AllStarts lists rotations of values for.
+  std::vector<ValueObjective> ValueObjectives() const;
   absl::StatusOr<std::vector<Matrix>> KeyBases(const Matrix& c_q, const Matrix& c_k) const;
   // The objectives that KeyBases lists bases for.
   std::vector<KeyObjective> KeyObjectives() const;
   // One for each unit: a KV head, or all of them.
   absl::StatusOr<std::vector<Starts>> AllStarts() const;
+  // Whether anything is left open that text must decide.
+  bool Searches() const;
+  // Whether this rank searches for the task's rotation.
+  bool IsMine(size_t task) const;
   void ReadHistories();
   // Task 2 i is unit i's K, task 2 i + 1 its V.
   absl::StatusOr<FoundRotation> Find(const std::vector<Starts>& starts, size_t task) const;
   void Report(const std::vector<FoundRotation>& found, FittedLayer* fitted) const;
-  // Fills the report's promises.
-  absl::Status Promise(FittedLayer* fitted) const;
+  // Fills what the reporting windows say.
+  absl::Status ReportErrors(FittedLayer* fitted) const;
+  absl::Status Measure(FittedLayer* fitted) const;
 
   const LayerDump& layer_;
   const FitOptions& options_;
-  const std::vector<Matrix>& query_covariance_;  // One per KV head.
+  const FitMachine& machine_;
   ThreadPool* const pool_;
   const bool shared_;
   const HistoryWindows windows_;
-  std::vector<std::unique_ptr<HeadHistory>> fit_;    // One per KV head.
-  std::vector<std::unique_ptr<HeadHistory>> judge_;  // The same.
-  std::vector<HeadWeights> weights_;                 // Of fit_.
+  std::vector<std::unique_ptr<HeadHistory>> fit_;     // One per KV head.
+  std::vector<std::unique_ptr<HeadHistory>> judge_;   // The same.
+  std::vector<std::unique_ptr<HeadHistory>> report_;  // The same.
+  std::vector<HeadWeights> weights_;                  // Of fit_.
 };
 
 absl::StatusOr<std::vector<Matrix>> LayerFit::ValueCovariance(
-    const std::vector<Matrix>& c_q) const {
-  const std::vector<SequenceRange> ranges =
-      SampleSequences(layer_.sequence_lengths, options_.value_sample);
-  const bool softmax = options_.value_objective == ValueObjective::kSoftmax;
-  uint32_t rank = layer_.tokens_count;
+    ValueObjective objective, const std::vector<SequenceRange>& ranges,
+    const std::vector<Matrix>& c_q, SharedCovariance* text) const {
+  const bool softmax = objective == ValueObjective::kSoftmax;
+  uint32_t rank = text->tokens_count();
   if (softmax) {
     rank = 0;
-    for (const SequenceRange& range : ranges) rank += range.tokens_count;
+    for (const SequenceRange& range : SampleRanges(ranges, options_.value_sample)) {
+      rank += range.tokens_count;
+    }
   }
   if (rank < layer_.head_dim) {
     return absl::InvalidArgumentError(absl::StrCat("a head's covariance has rank ", rank,
                                                    " at most (", rank, " tokens), head_dim is ",
                                                    layer_.head_dim, ": dump more text"));
   }
-  return Scoped(softmax ? SoftmaxValueCovariance(layer_, ranges, pool_)
-                        : EnergyValueCovariance(layer_, c_q, pool_));
+  std::vector<Matrix> covariance;
+  if (softmax) {
+    OKV_ASSIGN_OR_RETURN(covariance, text->SoftmaxValues(options_.value_sample));
+  } else {
+    OKV_ASSIGN_OR_RETURN(covariance, text->EnergyValues(c_q, pool_));
+  }
+  return Scoped(covariance);
+}
+
+std::vector<ValueObjective> LayerFit::ValueObjectives() const {
+  if (options_.value_objective != ValueObjective::kAuto) return {options_.value_objective};
+  return {ValueObjective::kSoftmax, ValueObjective::kEnergy};
 }
 
 std::vector<KeyObjective> LayerFit::KeyObjectives() const {
@@ -185,28 +280,58 @@ absl::StatusOr<std::vector<LayerFit::Starts>> LayerFit::AllStarts() const {
     const Matrix one = options_.method == Method::kHadamard ? Hadamard(dim) : Identity(dim);
     return std::vector<Starts>(units_count, Starts{.keys = {one}, .values = {one}});
   }
-  const std::vector<Matrix> c_q = Scoped(query_covariance_);
-  OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> c_v, ValueCovariance(c_q));
-  const bool keys_read = options_.key_objective != KeyObjective::kQqt;
-  const std::vector<Matrix> c_k = keys_read ? Scoped(KeyCovariance(layer_, pool_)) : c_q;
-  std::vector<Starts> all(units_count);
+  const std::vector<SequenceRange> ranges =
+      FirstRanges(layer_.sequence_lengths, windows_.fit_tokens);
+  SharedCovariance text(layer_, ranges, machine_.device, machine_.ranks);
+  OKV_ASSIGN_OR_RETURN(std::vector<Matrix> per_head, text.Queries());
+  const std::vector<Matrix> c_q = Scoped(per_head);
+  std::vector<std::vector<Matrix>> c_v;  // By objective.
+  for (const ValueObjective objective : ValueObjectives()) {
+    OKV_ASSIGN_OR_RETURN(per_head, ValueCovariance(objective, ranges, c_q, &text));
+    c_v.push_back(std::move(per_head));
+  }
+  std::vector<Matrix> c_k = c_q;
+  if (options_.key_objective != KeyObjective::kQqt) {
+    OKV_ASSIGN_OR_RETURN(per_head, text.Keys());
+    c_k = Scoped(per_head);
+  }
+  std::vector<Starts> starts(units_count);
   for (size_t unit = 0; unit < units_count; ++unit) {
     OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> bases, KeyBases(c_q[unit], c_k[unit]));
     for (const Matrix& basis : bases) {
-      all[unit].keys.push_back(RotationFromEigenvectors(basis, dim));
+      starts[unit].keys.push_back(RotationFromEigenvectors(basis, dim));
     }
-    OKV_ASSIGN_OR_RETURN(const EigenSystem values, EigenOf(c_v[unit], "values", dim));
-    all[unit].values.push_back(RotationFromEigenvectors(values.vectors, dim));
+    for (const std::vector<Matrix>& one : c_v) {
+      OKV_ASSIGN_OR_RETURN(const EigenSystem values, EigenOf(one[unit], "values", dim));
+      starts[unit].values.push_back(RotationFromEigenvectors(values.vectors, dim));
+    }
   }
-  return all;
+  return starts;
+}
+
+bool LayerFit::Searches() const {
+  const bool oscar = options_.method == Method::kOscar;
+  return !options_.clip_k.has_value() || !options_.clip_v.has_value() ||
+         (oscar && (options_.refine_steps > 0 || KeyObjectives().size() > 1 ||
+                    ValueObjectives().size() > 1));
+}
+
+bool LayerFit::IsMine(size_t task) const {
+  // K and V of a unit share its histories.
+  const size_t share = shared_ ? task : task / 2;
+  return share % machine_.ranks->ranks_count() == machine_.ranks->rank();
 }
 
 void LayerFit::ReadHistories() {
   fit_.resize(layer_.kv_heads);
   judge_.resize(layer_.kv_heads);
+  report_.resize(layer_.kv_heads);
   weights_.resize(layer_.kv_heads);
   pool_->ParallelFor(layer_.kv_heads, [&](size_t head) {
     const uint32_t index = static_cast<uint32_t>(head);
+    report_[head] =
+        std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.report, kJudgeStride);
+    if (!Searches() || (!shared_ && !IsMine(2 * head))) return;
     fit_[head] = std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.fit, 0);
     weights_[head] = fit_[head]->Weights(kWeightsStride);
     judge_[head] =
@@ -254,27 +379,59 @@ void LayerFit::Report(const std::vector<FoundRotation>& found, FittedLayer* fitt
     SquaredError& judged = keys ? report.judged_k : report.judged_v;
     judged.Add(one.error);
     report.refined += one.refined ? 1 : 0;
-    if (oscar && keys) report.key_objectives.push_back(KeyObjectives()[one.start]);
+    if (!oscar) continue;
+    if (keys) {
+      report.key_objectives.push_back(KeyObjectives()[one.start]);
+      continue;
+    }
+    report.value_objectives.push_back(ValueObjectives()[one.start]);
+    if (ValueObjectives().size() == 1) continue;
+    report.softmax_v.push_back(one.start_errors[0]);
+    report.energy_v.push_back(one.start_errors[1]);
   }
 }
 
-absl::Status LayerFit::Promise(FittedLayer* fitted) const {
-  if (windows_.judge.empty()) return absl::OkStatus();
+absl::Status LayerFit::ReportErrors(FittedLayer* fitted) const {
+  if (windows_.report.empty()) return absl::OkStatus();
   const LayerRotation& rotation = fitted->rotation;
+  LayerReport& report = fitted->report;
+  report.reports_apart = windows_.reports_apart;
   const size_t matrix = size_t{layer_.head_dim} * layer_.head_dim;
   for (size_t head = 0; head < layer_.kv_heads; ++head) {
     const size_t offset = rotation.rotation_heads == 1 ? 0 : head * matrix;
     for (const KvTensor tensor : {KvTensor::kKeys, KvTensor::kValues}) {
       const bool keys = tensor == KvTensor::kKeys;
-      OKV_ASSIGN_OR_RETURN(
-          const SquaredError one,
-          judge_[head]->CodecError(
-              tensor, {.rotation = (keys ? rotation.r_k : rotation.r_v).data() + offset,
-                       .group_size = options_.group_size,
-                       .clip_rank = (keys ? rotation.clip_rank_k : rotation.clip_rank_v)[head]}));
-      (keys ? fitted->report.promised_k : fitted->report.promised_v).Add(one);
+      RowCodec codec = {.rotation = (keys ? rotation.r_k : rotation.r_v).data() + offset,
+                        .group_size = options_.group_size,
+                        .clip_rank = (keys ? rotation.clip_rank_k : rotation.clip_rank_v)[head]};
+      OKV_ASSIGN_OR_RETURN(const SquaredError rows, report_[head]->CodecError(tensor, codec));
+      (keys ? report.promised_k : report.promised_v).Add(rows);
+      OKV_ASSIGN_OR_RETURN(const SquaredError outputs, report_[head]->Judge(tensor, codec));
+      (keys ? report.reported_k : report.reported_v).Add(outputs);
+      codec.clip_rank = ClipRank(keys ? kPublishedClipK : kPublishedClipV, layer_.head_dim);
+      OKV_ASSIGN_OR_RETURN(const SquaredError published, report_[head]->Judge(tensor, codec));
+      (keys ? report.published_clip_k : report.published_clip_v).Add(published);
     }
   }
+  return absl::OkStatus();
+}
+
+absl::Status LayerFit::Measure(FittedLayer* fitted) const {
+  if (options_.measure_tokens == 0) return absl::OkStatus();
+  std::vector<SequenceRange> ranges;
+  uint32_t left = options_.measure_tokens;
+  for (const SequenceRange& window : windows_.report) {
+    const uint32_t count = std::min(left, window.tokens_count);
+    if (count > 0) ranges.push_back({.first_token = window.first_token, .tokens_count = count});
+    left -= count;
+  }
+  if (ranges.empty()) {
+    ranges =
+        SampleSequences(layer_.sequence_lengths, {.tokens_max = left, .sequence_tokens_max = left});
+  }
+  const std::vector<Matrix> c_q = QueryCovariance(ExtractRanges(layer_, ranges), pool_);
+  OKV_ASSIGN_OR_RETURN(fitted->report.int2,
+                       MeasureInt2(layer_, fitted->rotation, c_q, ranges, pool_));
   return absl::OkStatus();
 }
 
@@ -282,18 +439,22 @@ absl::Status LayerFit::Run(FittedLayer* fitted) {
   OKV_ASSIGN_OR_RETURN(const std::vector<Starts> starts, AllStarts());
   ReadHistories();
   std::vector<absl::StatusOr<FoundRotation>> tasks(2 * starts.size(), FoundRotation{});
-  pool_->ParallelFor(tasks.size(), [&](size_t task) { tasks[task] = Find(starts, task); });
+  pool_->ParallelFor(tasks.size(), [&](size_t task) {
+    if (IsMine(task)) tasks[task] = Find(starts, task);
+  });
   std::vector<FoundRotation> found;
   for (absl::StatusOr<FoundRotation>& task : tasks) {
     OKV_RETURN_IF_ERROR(task.status());
     found.push_back(*std::move(task));
   }
+  OKV_RETURN_IF_ERROR(Exchange(layer_.head_dim, machine_.ranks, &found));
   Report(found, fitted);
-  return Promise(fitted);
+  OKV_RETURN_IF_ERROR(ReportErrors(fitted));
+  return Measure(fitted);
 }
 
 absl::StatusOr<FittedLayer> FitUnnamed(const LayerDump& layer, const FitOptions& options,
-                                       ThreadPool* pool) {
+                                       const FitMachine& machine) {
   const uint32_t dim = layer.head_dim;
   OKV_RETURN_IF_ERROR(options.Validate(dim));
   FittedLayer fitted{.rotation = {.group_size = options.group_size,
@@ -303,8 +464,7 @@ absl::StatusOr<FittedLayer> FitUnnamed(const LayerDump& layer, const FitOptions&
                                   .clip_rank_k = {},
                                   .clip_rank_v = {}},
                      .report = {}};
-  const std::vector<Matrix> query_covariance = QueryCovariance(layer, pool);
-  OKV_RETURN_IF_ERROR(LayerFit(layer, options, query_covariance, pool).Run(&fitted));
+  OKV_RETURN_IF_ERROR(LayerFit(layer, options, machine).Run(&fitted));
   const LayerRotation& rotation = fitted.rotation;
   fitted.report.layer_id = layer.layer_id;
   fitted.report.clip_rank_k = rotation.clip_rank_k;
@@ -315,13 +475,6 @@ absl::StatusOr<FittedLayer> FitUnnamed(const LayerDump& layer, const FitOptions&
           std::max(fitted.report.orthogonality_error,
                    OrthogonalityError(bits->data() + size_t{head} * dim * dim, dim));
     }
-  }
-  if (options.measure_tokens > 0) {
-    const std::vector<SequenceRange> measured = SampleSequences(
-        layer.sequence_lengths,
-        {.tokens_max = options.measure_tokens, .sequence_tokens_max = options.measure_tokens});
-    OKV_ASSIGN_OR_RETURN(fitted.report.int2,
-                         MeasureInt2(layer, rotation, query_covariance, measured, pool));
   }
   return fitted;
 }
@@ -354,8 +507,8 @@ FitOptions FitOptions::Published(Method method) {
   return {.method = method,
           .scope = RotationScope::kLayer,
           .key_objective = KeyObjective::kQqt,
-          .clip_k = rotates ? 0.96 : 0.0,
-          .clip_v = rotates ? 0.92 : 0.0,
+          .clip_k = rotates ? kPublishedClipK : 0.0,
+          .clip_v = rotates ? kPublishedClipV : 0.0,
           .refine_steps = 0};
 }
 
@@ -375,16 +528,21 @@ absl::Status FitOptions::Validate(uint32_t head_dim) const {
 }
 
 absl::StatusOr<FittedLayer> FitLayer(const LayerDump& layer, const FitOptions& options,
-                                     ThreadPool* pool) {
+                                     const FitMachine& machine) {
   UseSingleThreadedBlas();
-  absl::StatusOr<FittedLayer> fitted = FitUnnamed(layer, options, pool);
+  OneRank alone;
+  CpuCovariance cpu(machine.pool);
+  FitMachine whole = machine;
+  if (whole.ranks == nullptr) whole.ranks = &alone;
+  if (whole.device == nullptr) whole.device = &cpu;
+  absl::StatusOr<FittedLayer> fitted = FitUnnamed(layer, options, whole);
   if (fitted.ok()) return fitted;
   return absl::Status(fitted.status().code(),
                       absl::StrCat("layer ", layer.layer_id, ": ", fitted.status().message()));
 }
 
 absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions& options,
-                                       ThreadPool* pool,
+                                       const FitMachine& machine,
                                        const std::function<void(const LayerReport&)>& progress) {
   const DumpInfo& info = dump.info();
   OKV_RETURN_IF_ERROR(options.Validate(info.head_dim));
@@ -399,7 +557,7 @@ absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions&
   set.method = std::string(MethodName(options.method));
   for (uint32_t position = 0; position < info.layer_ids.size(); ++position) {
     OKV_ASSIGN_OR_RETURN(const LayerDump layer, dump.ReadLayer(position));
-    OKV_ASSIGN_OR_RETURN(const FittedLayer fitted, FitLayer(layer, options, pool));
+    OKV_ASSIGN_OR_RETURN(const FittedLayer fitted, FitLayer(layer, options, machine));
     const LayerRotation& rotation = fitted.rotation;
     set.rotation_heads = rotation.rotation_heads;
     set.r_k.insert(set.r_k.end(), rotation.r_k.begin(), rotation.r_k.end());
@@ -415,11 +573,8 @@ absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions&
     result.layers.push_back(fitted.report);
     if (progress) progress(fitted.report);
   }
-  if (options.method == Method::kOscar && options.value_objective == ValueObjective::kSoftmax) {
-    for (const SequenceRange& range :
-         SampleSequences(dump.sequence_lengths(), options.value_sample)) {
-      result.value_tokens += range.tokens_count;
-    }
+  if (options.method == Method::kOscar && options.value_objective != ValueObjective::kEnergy) {
+    result.value_tokens = SoftmaxTokens(dump.sequence_lengths(), options);
   }
   if (set.promised_error_k.size() < info.layer_ids.size()) {  // A layer of zeros promises nothing.
     set.promised_error_k.clear();

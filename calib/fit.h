@@ -9,9 +9,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "calib/all_reduce.h"
 #include "calib/dump.h"
 #include "calib/history.h"
 #include "calib/measure.h"
+#include "calib/shared_covariance.h"
 #include "kernels/thread_pool.h"
 #include "proto/rotation_set.h"
 
@@ -33,6 +35,7 @@ enum class KeyObjective {
 enum class ValueObjective {
   kSoftmax,  // C_S, as the attention weighs values.
   kEnergy,   // The key-energy weights, without softmax: cheaper.
+  kAuto,     // Of both, what errs least on the judging text; for each rotation.
 };
 
 // "oscar", "hadamard", "none". kInvalidArgument listing them.
@@ -41,7 +44,7 @@ absl::string_view MethodName(Method method);
 // "layer", "kv_head".
 absl::StatusOr<RotationScope> ParseScope(absl::string_view name);
 absl::string_view ScopeName(RotationScope scope);
-// "softmax", "energy".
+// "softmax", "energy", "auto".
 absl::StatusOr<ValueObjective> ParseValueObjective(absl::string_view name);
 absl::string_view ValueObjectiveName(ValueObjective objective);
 // "auto", "qqt", "kkt", "offset".
@@ -60,8 +63,8 @@ struct FitOptions {
   std::optional<double> clip_k = std::nullopt;
   std::optional<double> clip_v = std::nullopt;
   uint32_t refine_steps = 400;  // Of each descent from U * H * P_br, kOscar only; 0: none.
-  uint32_t fit_windows = 9;     // HistoryWindows: windows whose rows are fitted on,
-  uint32_t judge_windows = 3;   // and others that decide.
+  uint32_t fit_windows = 16;    // HistoryWindows: windows whose rows are fitted on,
+  uint32_t judge_windows = 6;   // and others that decide.
   ValueSample value_sample = {};
   uint32_t measure_tokens = 1024;  // Of a layer, for Int2Errors; 0: not measured.
 
@@ -78,7 +81,12 @@ struct LayerReport {
   uint32_t layer_id = 0;
   double orthogonality_error = 0;  // max |R R^T - I| over the bf16 R_K and R_V.
   std::vector<KeyObjective>
-      key_objectives;                 // As used or begun from, one per rotation; kOscar only.
+      key_objectives;  // As used or begun from, one per rotation; kOscar only.
+  // As used or begun from, one per rotation; kOscar only.
+  std::vector<ValueObjective> value_objectives;
+  // ValueObjective::kAuto: the judged errors of both, before descents, one per rotation.
+  std::vector<SquaredError> softmax_v;
+  std::vector<SquaredError> energy_v;
   uint32_t refined = 0;               // Rotations that a descent made better, K and V.
   std::vector<uint32_t> clip_rank_k;  // [kv_heads]
   std::vector<uint32_t> clip_rank_v;  // [kv_heads]
@@ -86,11 +94,28 @@ struct LayerReport {
   // tried there. 0 over 0 when nothing was left open to be judged.
   SquaredError judged_k;
   SquaredError judged_v;
-  // What the codec does to the judging windows' history in the rotated basis, all heads together:
-  // what a rotation set promises. 0 over 0 where there is none.
+  // The same of the reporting windows, which nothing of the layer was fitted on or chosen by, and
+  // what the codec does to their history in the rotated basis, all heads together: what a rotation
+  // set promises. 0 over 0 where there is none.
+  SquaredError reported_k;
+  SquaredError reported_v;
   SquaredError promised_k;
   SquaredError promised_v;
+  // As reported_k and reported_v, with the published clip ratios in place of the fitted ranks.
+  SquaredError published_clip_k;
+  SquaredError published_clip_v;
+  bool reports_apart = false;  // False: too little text; the judging windows report.
   Int2Errors int2;
+};
+
+// What a fit runs on. Borrowed.
+struct FitMachine {
+  FitMachine(ThreadPool* threads) : pool(threads) {}  // NOLINT: a pool is all that most need.
+  ThreadPool* pool;
+  // Those who share the work: null for this process alone. Each rank fits the same dump with the
+  // same options. The covariances are of shares of the text, added up; the searches are shared out.
+  AllReduce* ranks = nullptr;
+  CovarianceDevice* device = nullptr;  // Null: the pool's CPU.
 };
 
 struct FittedLayer {
@@ -103,7 +128,7 @@ struct FittedLayer {
 // options, a row that the codec refuses, or, for kOscar, fewer tokens than head_dim, so that the
 // covariances would not have full rank, or all queries or values zero.
 absl::StatusOr<FittedLayer> FitLayer(const LayerDump& layer, const FitOptions& options,
-                                     ThreadPool* pool);
+                                     const FitMachine& machine);
 
 struct FitResult {
   RotationSet rotations;  // Validated.
@@ -115,7 +140,7 @@ struct FitResult {
 // dump and options give the same bits on one machine, whatever the number of threads. Errors as
 // FitLayer and DumpReader::ReadLayer.
 absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions& options,
-                                       ThreadPool* pool,
+                                       const FitMachine& machine,
                                        const std::function<void(const LayerReport&)>& progress);
 
 }  // namespace okv

@@ -3,6 +3,7 @@
 #include <cblas.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 
@@ -21,20 +22,32 @@ std::vector<SequenceRange> Pieces(const std::vector<uint32_t>& sequence_lengths,
   std::vector<SequenceRange> pieces;
   uint32_t first = 0;
   for (const uint32_t length : sequence_lengths) {
-    for (uint32_t t = 0; t < length; t += kWindowTokens) {
+    // The sink's rows take the place of a later piece's first ones, which the piece before it has.
+    for (uint32_t t = 0; t < length; t += kWindowTokens - shape.sink_tokens) {
       const uint32_t count = std::min(kWindowTokens, length - t);
-      if (count >= least) pieces.push_back({.first_token = first + t, .tokens_count = count});
+      if (count < least) break;
+      pieces.push_back({.first_token = first + t, .tokens_count = count});
     }
     first += length;
   }
   return pieces;
 }
 
+// The first token of the sequence that holds `token`.
+uint32_t SequenceBegin(const std::vector<uint32_t>& sequence_lengths, uint32_t token) {
+  uint32_t first = 0;
+  for (const uint32_t length : sequence_lengths) {
+    if (token - first < length) break;
+    first += length;
+  }
+  return first;
+}
+
 // At most `count_max` of them, evenly spaced.
-std::vector<SequenceRange> Spaced(const std::vector<SequenceRange>& ranges, uint32_t count_max) {
-  if (ranges.size() <= count_max) return ranges;
+std::vector<SequenceRange> Spaced(const std::vector<SequenceRange>& windows, uint32_t count_max) {
+  if (windows.size() <= count_max) return windows;
   std::vector<SequenceRange> kept;
-  for (size_t i = 0; i < count_max; ++i) kept.push_back(ranges[i * ranges.size() / count_max]);
+  for (size_t i = 0; i < count_max; ++i) kept.push_back(windows[i * windows.size() / count_max]);
   return kept;
 }
 
@@ -56,11 +69,29 @@ void AddProduct(const float* a, size_t stride, size_t rows, const float* b, size
               b, static_cast<int>(columns), 1.0f, out, static_cast<int>(columns));
 }
 
+// e^x for x <= 0 to 2 units in the last place, 0 below -87. Without a call, so that a loop of it
+// becomes vector instructions: with std::exp the softmax is half of a judgment's time.
+inline float ExpOfNegative(float x) {
+  const float clamped = std::max(x, -87.0f);
+  // x = (n + f) log 2 with f in [-0.5, 0.5]; e^(f log 2) by its series to the sixth power.
+  const int n = static_cast<int>(clamped * 1.44269504f - 0.5f);
+  const float r =
+      (clamped - static_cast<float>(n) * 0.693359375f) + static_cast<float>(n) * 2.12194440e-4f;
+  float series = 1.0f / 720;
+  for (const float one : {1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f}) {
+    series = series * r + one;
+  }
+  const float power = std::bit_cast<float>((n + 127) << 23);
+  return x < -87.0f ? 0.0f : series * power;
+}
+
 void Softmax(float* scores, size_t visible, size_t count) {
   const float highest = *std::max_element(scores, scores + visible);
-  double sum = 0;
-  for (size_t i = 0; i < visible; ++i) sum += scores[i] = std::exp(scores[i] - highest);
-  const float scale = static_cast<float>(1.0 / sum);
+  for (size_t i = 0; i < visible; ++i) scores[i] = ExpOfNegative(scores[i] - highest);
+  // Four sums: one would wait for itself at each step.
+  double sums[4] = {};
+  for (size_t i = 0; i < visible; ++i) sums[i % 4] += scores[i];
+  const float scale = static_cast<float>(1.0 / ((sums[0] + sums[1]) + (sums[2] + sums[3])));
   for (size_t i = 0; i < visible; ++i) scores[i] *= scale;
   std::fill(scores + visible, scores + count, 0.0f);
 }
@@ -69,6 +100,37 @@ double Dot(const float* a, const float* b, size_t count) {
   double sum = 0;
   for (size_t i = 0; i < count; ++i) sum += double{a[i]} * b[i];
   return sum;
+}
+
+double SquaredDistance(const float* a, const float* b, size_t count) {
+  double sum = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const double apart = double{a[i]} - b[i];
+    sum += apart * apart;
+  }
+  return sum;
+}
+
+// Adds factor x^T x to `sum`, [dim, dim].
+void AddSquare(const float* x, size_t dim, double factor, std::vector<double>* sum) {
+  for (size_t i = 0; i < dim; ++i) {
+    const double scaled = factor * x[i];
+    double* const row = sum->data() + i * dim;
+    for (size_t j = 0; j < dim; ++j) row[j] += scaled * x[j];
+  }
+}
+
+// A [dim, dim] matrix scaled to trace dim; empty where there is none.
+std::vector<float> OfTraceDim(const std::vector<double>& matrix) {
+  const size_t dim = static_cast<size_t>(std::lround(std::sqrt(matrix.size())));
+  double trace = 0;
+  for (size_t i = 0; i < dim; ++i) trace += matrix[i * dim + i];
+  if (!(trace > 0) || !std::isfinite(trace)) return {};
+  std::vector<float> scaled(matrix.size());
+  std::transform(matrix.begin(), matrix.end(), scaled.begin(), [&](double value) {
+    return static_cast<float>(value * static_cast<double>(dim) / trace);
+  });
+  return scaled;
 }
 
 std::vector<float> Normalized(const std::vector<double>& values) {
@@ -84,17 +146,30 @@ std::vector<float> Normalized(const std::vector<double>& values) {
 
 HistoryWindows SplitWindows(const std::vector<uint32_t>& sequence_lengths, uint32_t fit_max,
                             uint32_t judge_max) {
-  HistoryWindows windows{.shape = {}, .fit = {}, .judge = {}};
+  HistoryWindows windows;
+  windows.fit_tokens = std::accumulate(sequence_lengths.begin(), sequence_lengths.end(), 0u);
   std::vector<SequenceRange> pieces = Pieces(sequence_lengths, windows.shape);
   if (pieces.empty()) {
     windows.shape = {.sink_tokens = 0, .recent_tokens = 0};
     pieces = Pieces(sequence_lengths, windows.shape);
   }
   if (pieces.empty()) return windows;
+  if (pieces.size() == 1) {
+    windows.fit = windows.judge = windows.report = pieces;
+    return windows;
+  }
   const size_t judge_count = std::max<size_t>(1, pieces.size() / 4);
-  const auto middle = pieces.end() - static_cast<ptrdiff_t>(judge_count);
-  windows.judge = Spaced({middle, pieces.end()}, judge_max);
-  windows.fit = pieces.size() == 1 ? pieces : Spaced({pieces.begin(), middle}, fit_max);
+  const size_t report_count = pieces.size() == 2 ? 0 : std::max<size_t>(1, pieces.size() / 8);
+  const auto report = pieces.end() - static_cast<ptrdiff_t>(report_count);
+  const auto judge = report - static_cast<ptrdiff_t>(judge_count);
+  windows.fit = Spaced({pieces.begin(), judge}, fit_max);
+  windows.judge = Spaced({judge, report}, judge_max);
+  windows.reports_apart = report_count > 0;
+  windows.report =
+      windows.reports_apart ? Spaced({report, pieces.end()}, judge_max) : windows.judge;
+  // The place of the sink's rows in a later piece belongs to the piece before it.
+  const bool begins = SequenceBegin(sequence_lengths, judge->first_token) == judge->first_token;
+  windows.fit_tokens = judge->first_token + (begins ? 0 : windows.shape.sink_tokens);
   return windows;
 }
 
@@ -106,10 +181,12 @@ HeadHistory::HeadHistory(const LayerDump& layer, uint32_t kv_head, const History
       group_(layer.query_heads / layer.kv_heads) {
   const auto copy = [&](const std::vector<float>& from, uint32_t heads, uint32_t head,
                         uint32_t heads_count, const SequenceRange& range) {
+    const uint32_t sink = SequenceBegin(layer.sequence_lengths, range.first_token);
     std::vector<float> to;
     to.reserve(size_t{range.tokens_count} * heads_count * dim_);
     for (uint32_t t = 0; t < range.tokens_count; ++t) {
-      const float* row = from.data() + (size_t{range.first_token + t} * heads + head) * dim_;
+      const uint32_t token = t + (t < shape.sink_tokens ? sink : range.first_token);
+      const float* row = from.data() + (size_t{token} * heads + head) * dim_;
       to.insert(to.end(), row, row + size_t{heads_count} * dim_);
     }
     return to;
@@ -229,40 +306,49 @@ RowWeights HeadHistory::Influence::Shares() const {
   const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
   return {.weights = Normalized(weights),
           .masses = Normalized(masses),
-          .mean_factor = sum > 0 ? shared / sum : 1.0};
+          .mean_factor = sum > 0 ? shared / sum : 1.0,
+          .metric = OfTraceDim(metric),
+          .mean_metric = OfTraceDim(mean_metric)};
 }
 
-void HeadHistory::AddQuery(const Window& window, const float* q, const float* o, const float* p,
-                           size_t count, const float* products, const double* squares,
-                           size_t first_row, Influence* keys, Influence* values) const {
-  const float reach = static_cast<float>(Dot(q, q, dim_) / dim_);
-  const float norm = static_cast<float>(Dot(o, o, dim_));
+void HeadHistory::AddQuery(const SeenHistory& seen, Influence* keys, Influence* values) const {
+  const float reach = static_cast<float>(Dot(seen.q, seen.q, dim_) / dim_);
+  const double norm = Dot(seen.o, seen.o, dim_);
   double mass = 0;
-  for (size_t t = 0; t < count; ++t) {
-    const float apart = static_cast<float>(squares[t]) + norm - 2.0f * products[t];
-    const float felt = p[t] * std::sqrt(std::max(apart, 0.0f) * reach);
-    keys->weights[first_row + t] += felt * felt;
-    keys->masses[first_row + t] += felt;
-    values->weights[first_row + t] += p[t] * p[t];
-    values->masses[first_row + t] += p[t];
-    mass += p[t];
+  double felt_sum = 0;
+  for (size_t t = 0; t < seen.count; ++t) {
+    const float p = seen.p[t];
+    // |v - o|^2 by its parts, unless they cancel: products have fp32's 24 bits.
+    const double parts = seen.squares[t] + norm;
+    double apart = parts - 2 * double{seen.products[t]};
+    if (apart < parts / 1024) apart = SquaredDistance(seen.values + t * dim_, seen.o, dim_);
+    const float felt = p * std::sqrt(static_cast<float>(apart) * reach);
+    keys->weights[seen.first_row + t] += felt * felt;
+    keys->masses[seen.first_row + t] += felt;
+    values->weights[seen.first_row + t] += p * p;
+    values->masses[seen.first_row + t] += p;
+    felt_sum += double{p} * p * apart;
+    mass += p;
   }
   values->shared += mass * mass;
   // |sum_t p_t (v_t - o)|^2 over history.
   std::vector<float> part(dim_, 0.0f);
-  AddProduct(p, count, 1, window.v.data() + size_t{shape_.sink_tokens} * dim_, count, dim_,
-             part.data());
+  AddProduct(seen.p, seen.count, 1, seen.values, seen.count, dim_, part.data());
   double together = 0;
   for (uint32_t c = 0; c < dim_; ++c) {
-    const double away = part[c] - mass * o[c];
+    const double away = part[c] - mass * seen.o[c];
     together += away * away;
   }
   keys->shared += together * reach;
+  AddSquare(seen.q, dim_, felt_sum, &keys->metric);
+  AddSquare(seen.q, dim_, together, &keys->mean_metric);
 }
 
 HeadWeights HeadHistory::Weights(uint32_t stride) const {
   Influence keys;
   Influence values;
+  keys.metric.assign(size_t{dim_} * dim_, 0.0);
+  keys.mean_metric = keys.metric;
   std::vector<float> p;
   std::vector<float> outputs;
   std::vector<float> products;
@@ -284,9 +370,15 @@ HeadWeights HeadHistory::Weights(uint32_t stride) const {
       for (size_t t = 0; t < count; ++t) squares[t] = Dot(v + t * dim_, v + t * dim_, dim_);
       const float* const q = window.q.data() + size_t{block.first_token} * group_ * dim_;
       for (size_t row = 0; row < block.rows_count; ++row) {
-        AddQuery(window, q + row * dim_, outputs.data() + row * dim_,
-                 p.data() + row * block.tokens_count + sink, count, products.data() + row * count,
-                 squares.data(), first_row, &keys, &values);
+        AddQuery({.q = q + row * dim_,
+                  .o = outputs.data() + row * dim_,
+                  .p = p.data() + row * block.tokens_count + sink,
+                  .values = v,
+                  .products = products.data() + row * count,
+                  .squares = squares.data(),
+                  .count = count,
+                  .first_row = first_row},
+                 &keys, &values);
       }
     }
   }

@@ -20,16 +20,25 @@ struct HistoryShape {
   uint32_t recent_tokens = 256;
 };
 
-// Pieces of the sequences, each of which is looked at as if it were one: at most tokens_max long,
-// and long enough that a query sees INT2 history. The last quarter of them judges (one at least),
-// the others are for fitting; if there is only one, it does both.
+// Windows are pieces of the sequences, each looked at as if it were one. Where a window begins
+// inside a sequence, the sequence's own first rows stand for the window's first sink_tokens: what
+// lies between is left out, but every query has the sink that its sequence has.
+//
+// Windows of at most 2,048 tokens, long enough that a query sees INT2 history, in the dump's order:
+// the first are fitted on, the next judge (what is chosen among the fitted), the last report (what
+// the chosen one does). Text of one kind is not read for another.
 struct HistoryWindows {
   HistoryShape shape;
   std::vector<SequenceRange> fit;
-  std::vector<SequenceRange> judge;
+  std::vector<SequenceRange> judge;   // A quarter of all, one at least.
+  std::vector<SequenceRange> report;  // An eighth, one at least.
+  bool reports_apart = false;         // False: too few windows, `report` is `judge`.
+  // All tokens in front of the first window that judges or reports. All tokens of the layer where
+  // no window is left for fitting: then everything reads the same text.
+  uint32_t fit_tokens = 0;
 };
 // Where no sequence is long enough for the recipe's windows, they are 0 and 0; where none has two
-// blocks, both lists are empty. At most fit_max and judge_max windows, evenly spaced.
+// blocks, the lists are empty. At most fit_max and judge_max windows, evenly spaced.
 HistoryWindows SplitWindows(const std::vector<uint32_t>& sequence_lengths, uint32_t fit_max,
                             uint32_t judge_max);
 
@@ -43,6 +52,10 @@ struct RowWeights {
   std::vector<float> weights;  // One per row, sum 1.
   std::vector<float> masses;   // The same.
   double mean_factor = 1;
+  // The squares' metrics, [dim, dim] of trace dim; empty: the identity. For keys the covariances of
+  // the queries, each by what it feels: `metric` of single rows' errors, `mean_metric` of m.
+  std::vector<float> metric = {};
+  std::vector<float> mean_metric = {};
 };
 
 struct HeadWeights {
@@ -94,13 +107,22 @@ class HeadHistory {
     std::vector<double> weights;
     std::vector<double> masses;
     double shared = 0;
+    std::vector<double> metric;       // [dim, dim]; keys only.
+    std::vector<double> mean_metric;  // The same.
     RowWeights Shares() const;
   };
-  // Adds one query's; its softmax weights of history, its output `o` and o's products with
-  // history's values, `squares` the values' own, and where its window's rows begin in the sums.
-  void AddQuery(const Window& window, const float* q, const float* o, const float* p, size_t count,
-                const float* products, const double* squares, size_t first_row, Influence* keys,
-                Influence* values) const;
+  // One query and what it sees of its window's history.
+  struct SeenHistory {
+    const float* q;
+    const float* o;         // The attention's output.
+    const float* p;         // Softmax weights of history, [count]
+    const float* values;    // History's, [count, dim]
+    const float* products;  // Of o with history's values, [count]
+    const double* squares;  // The values' own, [count]
+    size_t count;
+    size_t first_row;  // Where the window's rows begin in the sums.
+  };
+  void AddQuery(const SeenHistory& seen, Influence* keys, Influence* values) const;
   std::vector<Block> Blocks(const Window& window, uint32_t stride) const;
   uint32_t HistoryEnd(const Window& window) const;
   RowSample WindowRows(const Window& window, KvTensor tensor) const;

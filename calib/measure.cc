@@ -14,33 +14,6 @@
 namespace okv {
 namespace {
 
-// The ranges' tokens alone: as many sequences as ranges.
-LayerDump ExtractRanges(const LayerDump& layer, const std::vector<SequenceRange>& ranges) {
-  LayerDump part{.layer_id = layer.layer_id,
-                 .tokens_count = 0,
-                 .query_heads = layer.query_heads,
-                 .kv_heads = layer.kv_heads,
-                 .head_dim = layer.head_dim,
-                 .sequence_lengths = {},
-                 .q = {},
-                 .k = {},
-                 .v = {}};
-  for (const SequenceRange& range : ranges) {
-    const auto append = [&](const std::vector<float>& from, uint32_t heads,
-                            std::vector<float>* to) {
-      const size_t width = size_t{heads} * layer.head_dim;
-      const float* first = from.data() + range.first_token * width;
-      to->insert(to->end(), first, first + range.tokens_count * width);
-    };
-    append(layer.q, layer.query_heads, &part.q);
-    append(layer.k, layer.kv_heads, &part.k);
-    append(layer.v, layer.kv_heads, &part.v);
-    part.sequence_lengths.push_back(range.tokens_count);
-    part.tokens_count += range.tokens_count;
-  }
-  return part;
-}
-
 // The token of the whole dump that an extract's token `index` is.
 uint32_t OriginalToken(const std::vector<SequenceRange>& ranges, uint32_t index) {
   for (const SequenceRange& range : ranges) {

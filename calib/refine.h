@@ -7,20 +7,14 @@
 #include "absl/types/span.h"
 #include "calib/history.h"
 #include "calib/linalg.h"
-#include "calib/row_codec.h"
+#include "calib/refine_batch.h"
 
 namespace okv {
-
-// Rows of one head, and what they weigh. Borrowed.
-struct WeightedRows {
-  const RowSample* rows;      // A row at least.
-  const RowWeights* weights;  // One of each kind per row.
-};
 
 struct RefineOptions {
   uint32_t group_size;
   uint32_t steps = 400;
-  uint32_t batch_rows = 512;  // Of all heads together, in each step.
+  uint32_t batch_rows = 512;  // Of each head, in each step.
   // Root mean square of a step's angles in its first steps, in radians; falls to 0 along a cosine.
   double step_size = 0.03;
 };
@@ -33,11 +27,7 @@ uint32_t BestClipRank(const Matrix& rotation, absl::Span<const WeightedRows> hea
 // Turns `rotation` by gradient descent so that the rows lose less in the codec at `clip_rank`: the
 // sum over heads of RowWeights' error, each relative to its first.
 //
-// The codes are taken as fixed in a step. The error jumps where a row crosses from one code to the
-// next, by as much up as down as long as all directions count alike, so that the gradient at fixed
-// codes is that of the average error; with a metric like C_Q, whose directions differ, it is not,
-// and such descents went uphill. With one group a head the errors are nearly white, and tr(C_Q E)
-// follows tr(E).
+// What the loss of a batch and its gradient are, HeadBatch says.
 //
 // Stochastic gradient descent over the orthogonal matrices by Cayley transforms (Li, Li, Todorovic,
 // "Efficient Riemannian Optimization on the Stiefel Manifold via the Cayley Transform", ICLR 2020;

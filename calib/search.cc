@@ -24,6 +24,8 @@ class Search {
       const size_t count = weights_.back().weights.size();
       const std::vector<float> even(count, 1.0f / static_cast<float>(count));
       even_.push_back({.weights = even, .masses = even, .mean_factor = 1});
+      std::swap(even_.back().metric, weights_.back().metric);
+      std::swap(even_.back().mean_metric, weights_.back().mean_metric);
     }
   }
 
@@ -44,10 +46,11 @@ class Search {
   const KvTensor tensor_;
   const absl::Span<const HeadData> heads_;
   const SearchOptions& options_;
-  std::vector<RowSample> rows_;  // One per head, as the next two.
-  std::vector<RowWeights> weights_;
-  std::vector<RowWeights> even_;
+  std::vector<RowSample> rows_;      // One per head, as the next two.
+  std::vector<RowWeights> weights_;  // All directions of an error alike.
+  std::vector<RowWeights> even_;     // All rows alike, keys by the queries' metric.
   bool found_ = false;
+  SquaredError tried_;  // The last one judged.
   FoundRotation best_;
 };
 
@@ -80,6 +83,7 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
                        tensor_ == KvTensor::kKeys ? "quantized keys" : "quantized values",
                        " are not finite: queries, keys or values are too large"));
     }
+    tried_ = error;
     if (found_ && error.error >= best_.error.error) continue;
     found_ = true;
     best_ = {
@@ -90,12 +94,18 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
 
 absl::StatusOr<FoundRotation> Search::Run(const std::vector<Matrix>& rotations) {
   const std::vector<WeightedRows> by_weight = Rows(weights_);
+  std::array<SquaredError, kStartsMax> start_errors = {};
   for (size_t start = 0; start < rotations.size(); ++start) {
     OKV_RETURN_IF_ERROR(Try(rotations[start], by_weight, start, /*refined=*/false, /*reach=*/0));
+    start_errors[start] = tried_;
   }
   const size_t start = best_.start;
   OKV_RETURN_IF_ERROR(Try(rotations[start], by_weight, start, /*refined=*/false, /*reach=*/1));
-  if (options_.refine_steps == 0) return best_;
+  const auto finish = [&] {
+    best_.start_errors = start_errors;
+    return best_;
+  };
+  if (options_.refine_steps == 0) return finish();
   const auto descend = [&](const std::vector<WeightedRows>& rows) {
     const uint32_t rank =
         BestClipRank(rotations[start], rows, options_.group_size, options_.clip_ranks);
@@ -106,7 +116,7 @@ absl::StatusOr<FoundRotation> Search::Run(const std::vector<Matrix>& rotations) 
   };
   OKV_RETURN_IF_ERROR(descend(by_weight));
   if (tensor_ == KvTensor::kKeys) OKV_RETURN_IF_ERROR(descend(Rows(even_)));
-  return best_;
+  return finish();
 }
 
 }  // namespace
@@ -115,6 +125,7 @@ absl::StatusOr<FoundRotation> SearchRotation(const std::vector<Matrix>& rotation
                                              absl::Span<const HeadData> heads,
                                              const SearchOptions& options) {
   OKV_CHECK(!rotations.empty() && !heads.empty() && !options.clip_ranks.empty());
+  OKV_CHECK(rotations.size() <= kStartsMax);
   if (rotations.size() == 1 && options.clip_ranks.size() == 1 && options.refine_steps == 0) {
     return FoundRotation{.start = 0,
                          .refined = false,

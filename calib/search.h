@@ -1,6 +1,7 @@
 #ifndef OKV_CALIB_SEARCH_H_
 #define OKV_CALIB_SEARCH_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -27,20 +28,27 @@ struct SearchOptions {
   uint32_t refine_steps = 0;         // 0: the rotations are taken as they are.
 };
 
+// The most rotations that a search begins with.
+inline constexpr size_t kStartsMax = 3;
+
 struct FoundRotation {
   size_t start = 0;                // Which of the given rotations it is, or began as.
   bool refined = false;            // By RefineRotation.
   std::vector<uint16_t> rotation;  // [dim, dim] bf16
   uint32_t clip_rank = 0;
   SquaredError error;  // As judged, over the heads; 0 over 0 when nothing was compared.
+  // Of each given rotation, before any descent, at the rank that its rows like best.
+  std::array<SquaredError, kStartsMax> start_errors = {};
 };
 
 // Fits on `fit` and keeps what errs least on `judge`: each rotation at the rank that its rows like
-// best, the best of them at that rank's neighbors too; then descents from it (RefineRotation), by
-// RowWeights and for keys also with all rows alike, each at the rank that its rows like and at its
-// neighbors. Deterministic. With one rotation and one rank and no steps nothing is measured. Errors
-// as HeadHistory::Judge, and kInvalidArgument where outputs are not finite. REQUIRES: a rotation
-// and a head at least, whose windows have history.
+// best, the best of them at that rank's neighbors too; then descents from it (RefineRotation), each
+// at the rank that its rows like and at its neighbors: by the rows' weights with all directions
+// alike, and for keys also with all rows alike by the queries' metrics. Both at once was worse than
+// either: a row's own queries are not those of all rows. Deterministic. With one rotation and one
+// rank and no steps nothing is measured. Errors as HeadHistory::Judge, and kInvalidArgument where
+// outputs are not finite. REQUIRES: one to kStartsMax rotations and a head at least, whose windows
+// have history.
 absl::StatusOr<FoundRotation> SearchRotation(const std::vector<Matrix>& rotations, KvTensor tensor,
                                              absl::Span<const HeadData> heads,
                                              const SearchOptions& options);

@@ -1,6 +1,8 @@
 // okv-bench: measurements, one command each; --json prints one JSON object as the last line.
 
 #include <cstdio>
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -8,12 +10,15 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "cmd/bench/nll.h"
 #include "cmd/bench/quality.h"
 #include "proto/status_macros.h"
 #ifdef OKV_HAVE_CUDA
 #include "cmd/bench/cuda_attend.h"
 #include "cmd/bench/cuda_codec.h"
+#include "cmd/bench/cuda_prefill.h"
+#include "cmd/bench/published_draws.h"
 #endif
 
 ABSL_FLAG(std::string, model, "", "nll, quality: GGUF file of a Llama-family model");
@@ -33,13 +38,22 @@ ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core");
 ABSL_FLAG(uint64_t, seed, 1, "seed of the bootstrap");
 ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r4096,256r4096",
           "attend: BATCHxCONTEXT, or BATCHrCONTEXT for lengths from 1 to CONTEXT, comma-separated");
-ABSL_FLAG(uint32_t, query_heads, 32, "attend: query heads");
+ABSL_FLAG(std::string, prefill_shapes, "1x8192,1x2048+32768,1x8192+32768,1x512+32768,8x1024",
+          "prefill: REQUESTSxNEW or REQUESTSxNEW+HISTORY tokens, comma-separated");
+ABSL_FLAG(uint32_t, query_heads, 32, "attend, prefill: query heads");
 ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands: KV heads");
 ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands: 64, 128 or 256");
 ABSL_FLAG(uint32_t, group_size, 128, "GPU commands: channels of one scale, 32 to head_dim");
 ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
 ABSL_FLAG(uint32_t, rotation_heads, 1, "GPU commands: rotations a layer, 1 or kv_heads");
-ABSL_FLAG(double, query_sigma, 1.0, "attend: deviation of the queries; 8 gives peaky scores");
+ABSL_FLAG(double, query_sigma, 1.0,
+          "attend, prefill: deviation of the queries; 8 gives peaky scores");
+ABSL_FLAG(
+    std::string, covariances, "",
+    "attend: K_FILE,V_FILE: draw rows by the second moments that these published rotation files "
+    "(version 1) were fitted to, with their rotations. Queries by C_Q, values by C_S; keys by "
+    "C_Q too, since the files do not know the keys' own");
+ABSL_FLAG(uint32_t, covariance_layer, 18, "attend: layer of --covariances, for all layers");
 ABSL_FLAG(uint32_t, chunk_tokens, 8192, "quantize, dequantize: tokens, a multiple of 64");
 ABSL_FLAG(uint32_t, layers, 36, "GPU commands: layers with data of their own, one CUDA graph");
 ABSL_FLAG(uint32_t, rounds, 9, "GPU commands: timed rounds, the median counts");
@@ -95,19 +109,43 @@ absl::Status CudaBench(const Options& options,
 }
 
 absl::Status AttendBench() {
-  return CudaBench<CudaAttendOptions>(
-      {.shapes = absl::GetFlag(FLAGS_shapes),
-       .query_heads = absl::GetFlag(FLAGS_query_heads),
-       .kv_heads = absl::GetFlag(FLAGS_kv_heads),
-       .head_dim = absl::GetFlag(FLAGS_head_dim),
-       .group_size = absl::GetFlag(FLAGS_group_size),
-       .query_tokens = absl::GetFlag(FLAGS_query_tokens),
-       .rotation_heads = absl::GetFlag(FLAGS_rotation_heads),
-       .query_sigma = static_cast<float>(absl::GetFlag(FLAGS_query_sigma)),
-       .layers = absl::GetFlag(FLAGS_layers),
-       .rounds = absl::GetFlag(FLAGS_rounds),
-       .seed = absl::GetFlag(FLAGS_seed)},
-      RunCudaAttend);
+  CudaAttendOptions options = {.shapes = absl::GetFlag(FLAGS_shapes),
+                               .query_heads = absl::GetFlag(FLAGS_query_heads),
+                               .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+                               .head_dim = absl::GetFlag(FLAGS_head_dim),
+                               .group_size = absl::GetFlag(FLAGS_group_size),
+                               .query_tokens = absl::GetFlag(FLAGS_query_tokens),
+                               .rotation_heads = absl::GetFlag(FLAGS_rotation_heads),
+                               .query_sigma = static_cast<float>(absl::GetFlag(FLAGS_query_sigma)),
+                               .draws = std::nullopt,
+                               .draws_name = "",
+                               .layers = absl::GetFlag(FLAGS_layers),
+                               .rounds = absl::GetFlag(FLAGS_rounds),
+                               .seed = absl::GetFlag(FLAGS_seed)};
+  if (const std::string files = absl::GetFlag(FLAGS_covariances); !files.empty()) {
+    const std::vector<std::string> names = absl::StrSplit(files, ',');
+    if (names.size() != 2) return absl::InvalidArgumentError("--covariances: K_FILE,V_FILE");
+    const uint32_t layer = absl::GetFlag(FLAGS_covariance_layer);
+    OKV_ASSIGN_OR_RETURN(
+        options.draws,
+        LoadPublishedDraws({.k_file = names[0], .v_file = names[1], .layer = layer}));
+    options.draws_name =
+        absl::StrCat(std::filesystem::path(names[0]).filename().string(), ", layer ", layer);
+  }
+  return CudaBench(options, RunCudaAttend);
+}
+
+absl::Status PrefillBench() {
+  return Print(RunCudaPrefill({.shapes = absl::GetFlag(FLAGS_prefill_shapes),
+                               .query_heads = absl::GetFlag(FLAGS_query_heads),
+                               .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+                               .head_dim = absl::GetFlag(FLAGS_head_dim),
+                               .group_size = absl::GetFlag(FLAGS_group_size),
+                               .rotation_heads = absl::GetFlag(FLAGS_rotation_heads),
+                               .query_sigma = static_cast<float>(absl::GetFlag(FLAGS_query_sigma)),
+                               .layers = absl::GetFlag(FLAGS_layers),
+                               .rounds = absl::GetFlag(FLAGS_rounds),
+                               .seed = absl::GetFlag(FLAGS_seed)}));
 }
 
 CudaCodecOptions CodecOptions() {
@@ -128,6 +166,7 @@ absl::Status WithoutCuda() {
   return absl::UnimplementedError("it needs a GPU, and this okv-bench was built without CUDA");
 }
 constexpr auto AttendBench = WithoutCuda;
+constexpr auto PrefillBench = WithoutCuda;
 constexpr auto QuantizeBench = WithoutCuda;
 constexpr auto DequantizeBench = WithoutCuda;
 constexpr auto VerifyBench = WithoutCuda;
@@ -140,6 +179,7 @@ struct Command {
 constexpr Command kCommands[] = {{"nll", Nll},
                                  {"quality", Quality},
                                  {"attend", AttendBench},
+                                 {"prefill", PrefillBench},
                                  {"quantize", QuantizeBench},
                                  {"dequantize", DequantizeBench},
                                  {"verify", VerifyBench}};
@@ -149,8 +189,8 @@ constexpr Command kCommands[] = {{"nll", Nll},
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-bench nll|quality|attend|quantize|dequantize|verify [flags]; --helpfull lists the "
-      "flags");
+      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify [flags]; --helpfull lists "
+      "the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";
   for (const okv::Command& command : okv::kCommands) {

@@ -1,11 +1,15 @@
 // okv-calibrate: builds a model's rotation set from dumped queries, keys and values, or from
 // published files, and reads one.
 //
-//   okv-calibrate fit --dump DIR --out FILE [--method oscar|hadamard|none] [...]
+//   okv-calibrate fit --dump DIR --out FILE [--method oscar|hadamard|none]
+//       [--ranks N [--rank R --rendezvous HOST:PORT]] [--nccl] [...]
 //   okv-calibrate import --k_file K.pt --v_file V.pt --model NAME --weights_revision REVISION
 //       --kv_heads N --group_size G --clip_k RATIO --clip_v RATIO --out FILE
 //   okv-calibrate export --set FILE --k_out K.pt --v_out V.pt --format v1|v2
 //   okv-calibrate inspect FILE
+//   okv-calibrate report --activations DIR [--dump DIR] [--rotations FILE,NAME=FILE,...]
+//       [--json_out FILE] [--html_out FILE]
+//   okv-calibrate draw --out DIR [--layers N] [--tokens N] [...]: random rows, to measure with
 //
 // Exit code 0, or 1 with one line on stderr that names what is wrong.
 
@@ -29,40 +33,65 @@
 #include "calib/files.h"
 #include "calib/fit.h"
 #include "calib/linalg.h"
+#include "cmd/calibrate/draw.h"
+#include "cmd/calibrate/fit_summary.h"
 #include "cmd/calibrate/published.h"
+#include "cmd/calibrate/ranks.h"
+#include "cmd/calibrate/report.h"
 #include "kernels/thread_pool.h"
 #include "nlohmann/json.hpp"
 #include "proto/rotation_set.h"
 #include "proto/status_macros.h"
 
-ABSL_FLAG(std::string, dump, "", "fit: the dump's directory, in one of three layouts (dump.h)");
-ABSL_FLAG(std::string, out, "", "fit, import: the rotation set to write (safetensors)");
+ABSL_FLAG(std::string, dump, "",
+          "fit: the dump's directory, in one of three layouts (dump.h); report: what U is made of, "
+          "default other windows of --activations");
+ABSL_FLAG(std::string, out, "",
+          "fit, import: the rotation set to write (safetensors); draw: the dump's directory");
 ABSL_FLAG(std::string, method, "oscar", "fit: oscar, hadamard or none");
 ABSL_FLAG(uint32_t, group_size, 64, "fit, import: channels that share a scale, 32 to head_dim");
-ABSL_FLAG(std::string, scope, "", "fit: a rotation per kv_head or layer; default by --recipe");
-ABSL_FLAG(std::string, value_objective, "softmax", "fit: values weighed by softmax or energy");
+ABSL_FLAG(std::string, scope, "",
+          "fit: a rotation per kv_head or layer, default by --recipe; report: U's, default layer");
+ABSL_FLAG(std::string, value_objective, "softmax",
+          "fit: values weighed by softmax, energy or auto");
 ABSL_FLAG(std::string, recipe, "fitted", "fit: fitted (to held-out error), or published");
 ABSL_FLAG(std::string, key_objective, "", "fit: auto, qqt, kkt or offset; default by --recipe");
 ABSL_FLAG(std::string, clip_k, "",
           "fit, import: clip ratio of keys, 0 = off; fit: or auto, default by --recipe");
 ABSL_FLAG(std::string, clip_v, "", "fit, import: the same for values");
 ABSL_FLAG(uint32_t, refine_steps, 400, "fit: of each descent from U H P_br, 0 = none");
-ABSL_FLAG(uint32_t, fit_windows, 9, "fit: windows of 2,048 tokens whose rows are fitted on");
-ABSL_FLAG(uint32_t, judge_windows, 3, "fit: windows, not among those, that decide");
+ABSL_FLAG(uint32_t, fit_windows, 16, "fit: windows of 2,048 tokens whose rows are fitted on");
+ABSL_FLAG(uint32_t, judge_windows, 6, "fit: windows, not among those, that decide");
 ABSL_FLAG(uint32_t, value_tokens_max, 8192, "fit: tokens a layer that the softmax objective reads");
 ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048, "fit: of those, at most this many a sequence");
 ABSL_FLAG(uint32_t, measure_tokens, 1024, "fit: tokens a layer for the INT2 errors, 0 = off");
-ABSL_FLAG(uint32_t, threads, 0, "fit: threads, 0 = one a core");
+ABSL_FLAG(uint32_t, threads, 0, "fit, report, draw: threads, 0 = one a core");
+ABSL_FLAG(uint32_t, ranks, 0, "fit: ranks that share the work, 0 = one, or with --nccl one a GPU");
+ABSL_FLAG(int32_t, rank, -1, "fit: which rank this process is, -1 = all, as threads");
+ABSL_FLAG(std::string, rendezvous, "", "fit: HOST:PORT where rank 0 listens, with --rank");
+ABSL_FLAG(bool, nccl, false, "fit: covariances on GPUs, a rank each, summed by NCCL");
 ABSL_FLAG(std::string, k_file, "", "import: the published rotations of keys (.pt)");
 ABSL_FLAG(std::string, v_file, "", "import: those of values");
 ABSL_FLAG(std::string, model, "", "import, fit of a dump that does not say it: the model's name");
 ABSL_FLAG(std::string, weights_revision, "", "the same: the revision of its weights");
-ABSL_FLAG(uint32_t, kv_heads, 0, "import: its KV heads");
+ABSL_FLAG(uint32_t, kv_heads, 0, "import, draw: its KV heads; draw: 0 = 8");
 ABSL_FLAG(uint32_t, rotary_dim, 0, "inspect: channels of a head that RoPE turns, 0 = all");
 ABSL_FLAG(std::string, set, "", "export: the rotation set to read");
 ABSL_FLAG(std::string, k_out, "", "export: the file of keys to write (.pt)");
 ABSL_FLAG(std::string, v_out, "", "export: that of values");
 ABSL_FLAG(std::string, format, "v1", "export: v1 (a rotation a layer) or v2 (one a KV head)");
+ABSL_FLAG(uint32_t, layers, 36, "draw: layers");
+ABSL_FLAG(uint32_t, query_heads, 32, "draw: query heads");
+ABSL_FLAG(uint32_t, head_dim, 128, "draw: channels of a head");
+ABSL_FLAG(uint32_t, tokens, 30'000, "draw: tokens of a layer");
+ABSL_FLAG(uint32_t, sequence_tokens, 2'000, "draw: tokens of a sequence");
+ABSL_FLAG(uint32_t, seed, 1, "draw: of the random numbers");
+ABSL_FLAG(std::string, activations, "", "report: a dump of text that nothing was fitted to");
+ABSL_FLAG(std::vector<std::string>, rotations, {}, "report: sets to measure, FILE or NAME=FILE");
+ABSL_FLAG(std::vector<std::string>, group_sizes, {}, "report: default 32, 64, 128 to head_dim");
+ABSL_FLAG(uint32_t, windows, 3, "report: windows of 2,048 tokens that are measured");
+ABSL_FLAG(std::string, json_out, "", "report: write all numbers to this file");
+ABSL_FLAG(std::string, html_out, "", "report: write a page to look at to this file");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -99,6 +128,11 @@ absl::StatusOr<size_t> ParseWord(absl::string_view flag, absl::string_view word,
       "--", flag, " '", word, "' is not known; there are: ", absl::StrJoin(words, ", ")));
 }
 
+uint32_t ThreadsFromFlags() {
+  const uint32_t threads = absl::GetFlag(FLAGS_threads);
+  return threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
+}
+
 absl::StatusOr<FitOptions> OptionsFromFlags() {
   FitOptions options;
   OKV_ASSIGN_OR_RETURN(options.method, ParseMethod(absl::GetFlag(FLAGS_method)));
@@ -123,6 +157,18 @@ absl::StatusOr<FitOptions> OptionsFromFlags() {
   options.judge_windows = absl::GetFlag(FLAGS_judge_windows);
   options.measure_tokens = absl::GetFlag(FLAGS_measure_tokens);
   return options;
+}
+
+RankOptions RanksFromFlags() {
+  RankOptions ranks{.ranks_count = absl::GetFlag(FLAGS_ranks),
+                    .rank = {},
+                    .rendezvous = absl::GetFlag(FLAGS_rendezvous),
+                    .nccl = absl::GetFlag(FLAGS_nccl),
+                    .threads = ThreadsFromFlags()};
+  if (const int32_t rank = absl::GetFlag(FLAGS_rank); rank >= 0) {
+    ranks.rank = static_cast<uint32_t>(rank);
+  }
+  return ranks;
 }
 
 std::string ClipText(const std::optional<double>& ratio) {
@@ -231,8 +277,12 @@ Json Summary(const DumpReader& dump, const FitOptions& options, const FitResult&
 absl::Status Fit() {
   const auto start = std::chrono::steady_clock::now();
   const std::string out = absl::GetFlag(FLAGS_out);
+  const RankOptions ranks = RanksFromFlags();
+  OKV_RETURN_IF_ERROR(ranks.Validate());
   if (absl::GetFlag(FLAGS_dump).empty()) return absl::InvalidArgumentError("--dump is missing");
-  if (out.empty()) return absl::InvalidArgumentError("--out is missing");
+  if (out.empty() && ranks.writes_result()) {
+    return absl::InvalidArgumentError("--out is missing");
+  }
   OKV_ASSIGN_OR_RETURN(const FitOptions options, OptionsFromFlags());
   OKV_ASSIGN_OR_RETURN(
       const DumpReader dump,
@@ -241,15 +291,21 @@ absl::Status Fit() {
                         .weights_revision = absl::GetFlag(FLAGS_weights_revision)}));
   OKV_RETURN_IF_ERROR(options.Validate(dump.info().head_dim));
   // Opened first: a path that cannot be written shows before the work, not after it.
-  OKV_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(out));
-
-  const uint32_t threads = absl::GetFlag(FLAGS_threads);
-  ThreadPool pool(threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency()));
+  std::optional<AtomicFile> file;
+  if (ranks.writes_result()) {
+    OKV_ASSIGN_OR_RETURN(AtomicFile created, AtomicFile::Create(out));
+    file.emplace(std::move(created));
+  }
   size_t done = 0;
-  OKV_ASSIGN_OR_RETURN(FitResult result,
-                       FitRotations(dump, options, &pool, [&](const LayerReport& report) {
-                         PrintProgress(++done, dump.info().layer_ids.size(), report);
-                       }));
+  Json rank_facts;
+  OKV_ASSIGN_OR_RETURN(FitResult result, FitOverRanks(
+                                             dump, options, ranks,
+                                             [&](const LayerReport& report) {
+                                               PrintProgress(++done, dump.info().layer_ids.size(),
+                                                             report);
+                                             },
+                                             &rank_facts));
+  if (!file.has_value()) return absl::OkStatus();
   if (result.value_tokens > 0 && result.value_tokens < dump.tokens_count()) {
     std::fprintf(stderr,
                  "the softmax objective read %u of %u tokens: --value_tokens_max %u, "
@@ -258,11 +314,15 @@ absl::Status Fit() {
                  options.value_sample.sequence_tokens_max);
   }
   result.rotations.provenance = Provenance(dump, options, result);
-  OKV_RETURN_IF_ERROR(file.Append(result.rotations.Serialize()));
-  OKV_RETURN_IF_ERROR(file.Commit());
+  OKV_RETURN_IF_ERROR(file->Append(result.rotations.Serialize()));
+  OKV_RETURN_IF_ERROR(file->Commit());
 
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  const Json summary = Summary(dump, options, result, elapsed.count());
+  Json summary = Summary(dump, options, result, elapsed.count());
+  const Json comparisons = FitComparisons(result);
+  std::fputs(FitComparisonLines(comparisons).c_str(), stderr);
+  summary.update(comparisons);
+  summary.update(rank_facts);
   if (absl::GetFlag(FLAGS_json)) {
     PrintJson(summary);
   } else {
@@ -358,13 +418,61 @@ absl::Status Export() {
   return absl::OkStatus();
 }
 
+absl::Status Report() {
+  ReportOptions options;
+  if (const std::string name = absl::GetFlag(FLAGS_scope); !name.empty()) {
+    OKV_ASSIGN_OR_RETURN(options.scope, ParseScope(name));
+  }
+  for (const std::string& text : absl::GetFlag(FLAGS_group_sizes)) {
+    uint32_t size = 0;
+    if (!absl::SimpleAtoi(text, &size)) {
+      return absl::InvalidArgumentError(absl::StrCat("--group_sizes: '", text, "' is no number"));
+    }
+    options.group_sizes.push_back(size);
+  }
+  options.windows_max = absl::GetFlag(FLAGS_windows);
+  options.value_sample = {.tokens_max = absl::GetFlag(FLAGS_value_tokens_max),
+                          .sequence_tokens_max = absl::GetFlag(FLAGS_value_sequence_tokens_max)};
+  ThreadPool pool(ThreadsFromFlags());
+  OKV_ASSIGN_OR_RETURN(const Json report,
+                       WriteReport({.activations = absl::GetFlag(FLAGS_activations),
+                                    .fit_dump = absl::GetFlag(FLAGS_dump),
+                                    .rotations = absl::GetFlag(FLAGS_rotations),
+                                    .json_out = absl::GetFlag(FLAGS_json_out),
+                                    .html_out = absl::GetFlag(FLAGS_html_out)},
+                                   {.model = absl::GetFlag(FLAGS_model),
+                                    .weights_revision = absl::GetFlag(FLAGS_weights_revision)},
+                                   options, &pool));
+  if (absl::GetFlag(FLAGS_json)) {
+    PrintJson(report);
+  } else {
+    std::printf("%s", SummaryText(report).c_str());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Draw() {
+  DrawOptions options{.out = absl::GetFlag(FLAGS_out),
+                      .layers_count = absl::GetFlag(FLAGS_layers),
+                      .query_heads = absl::GetFlag(FLAGS_query_heads),
+                      .head_dim = absl::GetFlag(FLAGS_head_dim),
+                      .tokens_count = absl::GetFlag(FLAGS_tokens),
+                      .sequence_tokens = absl::GetFlag(FLAGS_sequence_tokens),
+                      .seed = absl::GetFlag(FLAGS_seed)};
+  if (const uint32_t heads = absl::GetFlag(FLAGS_kv_heads); heads > 0) options.kv_heads = heads;
+  ThreadPool pool(ThreadsFromFlags());
+  return DrawDump(options, &pool);
+}
+
 absl::Status Run(const std::vector<char*>& words) {
   if (words.size() == 2 && absl::string_view(words[1]) == "fit") return Fit();
   if (words.size() == 2 && absl::string_view(words[1]) == "import") return Import();
   if (words.size() == 2 && absl::string_view(words[1]) == "export") return Export();
+  if (words.size() == 2 && absl::string_view(words[1]) == "report") return Report();
+  if (words.size() == 2 && absl::string_view(words[1]) == "draw") return Draw();
   if (words.size() == 3 && absl::string_view(words[1]) == "inspect") return Inspect(words[2]);
   return absl::InvalidArgumentError(
-      "say: okv-calibrate fit, import or export with flags, or okv-calibrate inspect FILE");
+      "say: okv-calibrate fit, import, export, report or draw with flags, or inspect FILE");
 }
 
 }  // namespace
@@ -372,7 +480,7 @@ absl::Status Run(const std::vector<char*>& words) {
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-calibrate fit|import|export [flags] | okv-calibrate inspect FILE");
+      "okv-calibrate fit|import|export|report|draw [flags] | okv-calibrate inspect FILE");
   const absl::Status status = okv::Run(absl::ParseCommandLine(argc, argv));
   if (status.ok()) return 0;
   std::fprintf(stderr, "okv-calibrate: %s\n", status.ToString().c_str());

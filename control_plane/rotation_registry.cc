@@ -69,7 +69,14 @@ absl::StatusOr<RotationRegistry::Published> RotationRegistry::Publish(const std:
   OKV_ASSIGN_OR_RETURN(const RotationSet set, RotationSet::Parse(file));
   const RotationHash hash = set.hash();
   MutexLock lock(&mu_);
-  if (rotations_.contains(hash)) return Published{.hash = hash, .already_known = true};
+  if (const auto found = rotations_.find(hash); found != rotations_.end()) {
+    // Equal rotations; the promise and where it is from are no part of the hash.
+    if (!set.promised_error_k.empty()) {
+      OKV_RETURN_IF_ERROR(state_->Put(RotationKey(hash), file));
+      found->second.file_bytes = file.size();
+    }
+    return Published{.hash = hash, .already_known = true};
+  }
   const int64_t now = clock_->WallMicros();
   OKV_RETURN_IF_ERROR(state_->Put(absl::StrCat(kPublishedPrefix, hash.Hex()), absl::StrCat(now)));
   OKV_RETURN_IF_ERROR(state_->Put(RotationKey(hash), file));

@@ -46,8 +46,10 @@ class RotationRegistry {
     RotationHash hash;
     bool already_known;
   };
-  // Takes a safetensors file. Errors are RotationSet::Parse's, and kUnavailable when the state
-  // cannot be written: nothing is published then.
+  // Takes a safetensors file. One with the rotations of a published set but a promise of its own
+  // takes that one's place: the last calibration's promise stands, so that drift is told from it.
+  // Without a promise the file that is there stays. Errors are RotationSet::Parse's, and
+  // kUnavailable when the state cannot be written: nothing is published then.
   absl::StatusOr<Published> Publish(const std::string& file) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The file of a published set. kNotFound.

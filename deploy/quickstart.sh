@@ -42,9 +42,9 @@ work=$root/build/quickstart
 model=$root/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 text=$root/build/text/jargon.txt
 # Part of the calibration's name: another recipe makes a new one.
-calibration_tokens=32768
+calibration_tokens=49152
 calibration_skip=65536  # The calibration sees nothing in front of it: not the prompt, ...
-recipe="3: $calibration_tokens tokens behind $calibration_skip, window 2048, group_size 64"
+recipe="4: $calibration_tokens tokens behind $calibration_skip, window 2048, group_size 64"
 nll_skip_tokens=16384  # ... and not the held-out text, which begins here.
 
 pids=()

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "cmd/bench/attend_case_kernels.h"
+#include "cmd/bench/drawn_rows.h"
 #include "kernels/cuda/device_buffer.h"
 #include "proto/bf16.h"
 #include "proto/int2_layout.h"
@@ -76,6 +77,8 @@ struct AttendCase::Buffers {
   int64_t bf16_table_stride = 0;
   DeviceBuffer q, r_k, r_v, int2_pages, bf16_pages, int2_table, bf16_table, lengths, sink_logits;
   DeviceBuffer out, lse, workspace;
+  std::vector<int32_t> int2_slots;  // What the two tables hold
+  std::vector<int32_t> bf16_slots;
 };
 
 AttendCase::~AttendCase() = default;
@@ -90,21 +93,7 @@ AttendCase::AttendCase(const AttendCaseOptions& options)
   b.int2_run = int2::RunBytes(shape.head_dim, shape.head_dim / shape.group_size);
   b.bf16_run = size_t{4} * kTokens * shape.head_dim;
 
-  std::vector<uint16_t> r_k;
-  std::vector<uint16_t> r_v;
-  for (uint32_t head = 0; head < options_.rotation_heads; ++head) {
-    const std::vector<uint16_t> k = RandomRotation(shape.head_dim, &random);
-    const std::vector<uint16_t> v = RandomRotation(shape.head_dim, &random);
-    r_k.insert(r_k.end(), k.begin(), k.end());
-    r_v.insert(r_v.end(), v.begin(), v.end());
-  }
-  b.r_k = Upload(r_k);
-  b.r_v = Upload(r_v);
-  b.q = Allocate(rows * shape.head_dim * 2);
-  Must(FillNormal(b.q.as<__nv_bfloat16>(), rows * shape.head_dim, options_.query_sigma, random(),
-                  nullptr),
-       "FillNormal");
-
+  MakeQueries(&random);
   MakePages(&random);
   std::vector<float> sinks(shape.query_heads);
   std::normal_distribution<float> normal;
@@ -120,6 +109,39 @@ AttendCase::AttendCase(const AttendCaseOptions& options)
     Must(PoisonTails(Params(layer), nullptr), "PoisonTails");
   }
   Must(cudaDeviceSynchronize(), "AttendCase");
+}
+
+void AttendCase::MakeQueries(std::mt19937_64* random) {
+  const DecodeShape& shape = options_.shape;
+  Buffers& b = *buffers_;
+  std::vector<uint16_t> r_k;
+  std::vector<uint16_t> r_v;
+  for (uint32_t head = 0; head < options_.rotation_heads; ++head) {
+    const RowDraws* const draws = options_.draws;
+    const std::vector<uint16_t> k = draws ? draws->r_k : RandomRotation(shape.head_dim, random);
+    const std::vector<uint16_t> v = draws ? draws->r_v : RandomRotation(shape.head_dim, random);
+    r_k.insert(r_k.end(), k.begin(), k.end());
+    r_v.insert(r_v.end(), v.begin(), v.end());
+  }
+  b.r_k = Upload(r_k);
+  b.r_v = Upload(r_v);
+  const size_t rows = size_t{shape.batch} * shape.query_tokens * shape.query_heads;
+  b.q = Allocate(rows * shape.head_dim * 2);
+  if (options_.draws != nullptr) {
+    DrawnRows(*options_.draws, Layout(), (*random)())
+        .FillQueries(b.q.as<__nv_bfloat16>(), rows, options_.query_sigma);
+    return;
+  }
+  Must(FillNormal(b.q.as<__nv_bfloat16>(), rows * shape.head_dim, options_.query_sigma, (*random)(),
+                  nullptr),
+       "FillNormal");
+}
+
+PageLayout AttendCase::Layout() const {
+  return {.layers_count = options_.layers_count,
+          .kv_heads = options_.shape.kv_heads,
+          .head_dim = options_.shape.head_dim,
+          .group_size = options_.shape.group_size};
 }
 
 void AttendCase::MakePages(std::mt19937_64* random) {
@@ -155,6 +177,24 @@ void AttendCase::MakePages(std::mt19937_64* random) {
   const size_t bf16_block = b.bf16_run * shape.kv_heads * options_.layers_count;
   b.int2_pages = Allocate(int2_block * int2_blocks);
   b.bf16_pages = Allocate(bf16_block * bf16_blocks);
+  FillPages(int2_blocks, bf16_blocks, random);
+  for (size_t i = next; i < int2_slots.size(); ++i) {
+    Must(cudaMemset(b.int2_pages.data() + int2_slots[i] * int2_block, 0xff, int2_block),
+         "cudaMemset");
+  }
+  b.int2_slots = std::move(int2_table);
+  b.bf16_slots = std::move(bf16_table);
+}
+
+void AttendCase::FillPages(uint32_t int2_blocks, uint32_t bf16_blocks, std::mt19937_64* random) {
+  const DecodeShape& shape = options_.shape;
+  const Buffers& b = *buffers_;
+  if (options_.draws != nullptr) {
+    DrawnRows rows(*options_.draws, Layout(), (*random)());
+    rows.FillInt2(b.int2_pages.data(), int2_blocks);
+    rows.FillBf16(b.bf16_pages.data(), bf16_blocks);
+    return;
+  }
   Must(FillInt2({.runs = b.int2_pages.data(),
                  .runs_count = size_t{int2_blocks} * shape.kv_heads * options_.layers_count,
                  .head_dim = shape.head_dim,
@@ -163,13 +203,9 @@ void AttendCase::MakePages(std::mt19937_64* random) {
                  .seed = (*random)()},
                 nullptr),
        "FillInt2");
-  Must(FillNormal(b.bf16_pages.as<__nv_bfloat16>(), bf16_block * bf16_blocks / 2, 0.65f,
-                  (*random)(), nullptr),
+  Must(FillNormal(b.bf16_pages.as<__nv_bfloat16>(), b.bf16_pages.bytes() / 2, 0.65f, (*random)(),
+                  nullptr),
        "FillNormal");
-  for (size_t i = next; i < int2_slots.size(); ++i) {
-    Must(cudaMemset(b.int2_pages.data() + int2_slots[i] * int2_block, 0xff, int2_block),
-         "cudaMemset");
-  }
 }
 
 void AttendCase::SetLengths(const std::vector<int32_t>& lengths) {
@@ -281,24 +317,78 @@ AttendError AttendCase::Check(uint32_t layer) const {
   return error;
 }
 
+AttendCase::View AttendCase::ViewOf(int32_t length) const {
+  const DecodeShape& shape = options_.shape;
+  const int64_t sinks = shape.sink_blocks;
+  const int64_t recent = shape.recent_blocks;
+  const int64_t last = (length - int64_t{1}) / kTokens;
+  const int64_t first = std::max(int64_t{0}, length - int64_t{shape.query_tokens}) / kTokens;
+  return {.length = length,
+          .sink_tokens = std::min<int64_t>(length, sinks * kTokens),
+          .history_blocks = std::max(int64_t{0}, last - recent - sinks),
+          .recent_begin = std::max(sinks, first - recent) * kTokens};
+}
+
 uint64_t AttendCase::BytesRead() const {
   const DecodeShape& shape = options_.shape;
   uint64_t bytes = 0;
   for (const int32_t length : options_.lengths) {
     if (length <= 0) continue;
-    const int64_t sinks = shape.sink_blocks;
-    const int64_t last = (length - 1) / kTokens;
-    const int64_t first =
-        std::max<int64_t>(0, length - static_cast<int64_t>(shape.query_tokens)) / kTokens;
-    const int64_t history = std::max<int64_t>(0, last - shape.recent_blocks - sinks);
-    const int64_t recent_begin =
-        std::max<int64_t>(sinks, first - static_cast<int64_t>(shape.recent_blocks)) * kTokens;
-    const int64_t window =
-        std::min<int64_t>(length, sinks * kTokens) + std::max<int64_t>(0, length - recent_begin);
-    bytes += shape.kv_heads * (static_cast<uint64_t>(history) * buffers_->int2_run +
+    const View view = ViewOf(length);
+    const int64_t window = view.sink_tokens + std::max(int64_t{0}, length - view.recent_begin);
+    bytes += shape.kv_heads * (static_cast<uint64_t>(view.history_blocks) * buffers_->int2_run +
                                static_cast<uint64_t>(window) * 4 * shape.head_dim);
   }
   return bytes;
+}
+
+std::vector<LoadItem> AttendCase::LoadItems() const {
+  const DecodeShape& shape = options_.shape;
+  const Buffers& b = *buffers_;
+  const DecodeParams params = Params(0);
+  std::vector<LoadItem> items;
+  const auto add = [&](uint16_t base, uint64_t offset, uint64_t bytes) {
+    const uint64_t pieces = (bytes + kLoadBytesMax - 1) / kLoadBytesMax;
+    for (uint64_t i = 0; i < pieces; ++i) {
+      const uint64_t begin = bytes / 16 * i / pieces;
+      const uint64_t end = bytes / 16 * (i + 1) / pieces;
+      items.push_back({.offset_16 = static_cast<uint32_t>(offset / 16 + begin),
+                       .bytes = static_cast<uint16_t>((end - begin) * 16),
+                       .base = base});
+    }
+  };
+  const int64_t row = int64_t{2} * shape.head_dim;
+  for (uint32_t request = 0; request < shape.batch; ++request) {
+    if (options_.lengths[request] <= 0) continue;
+    const View view = ViewOf(options_.lengths[request]);
+    const int32_t* const int2 = &b.int2_slots[request * b.int2_table_stride];
+    const int32_t* const bf16 = &b.bf16_slots[request * b.bf16_table_stride];
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      for (int64_t token = 0; token < view.length; token += kTokens) {
+        if (token >= view.sink_tokens && token < view.recent_begin) continue;
+        const int64_t block = token / kTokens;
+        const int64_t sinks = shape.sink_blocks;
+        const int64_t ring = sinks + (block - sinks) % shape.ring_blocks;
+        const int64_t slot = bf16[block < sinks ? block : ring];
+        const uint64_t run = slot * params.bf16_block_stride + head * b.bf16_run;
+        const int64_t bytes = std::min<int64_t>(kTokens, view.length - token) * row;
+        add(1, run, bytes);
+        add(1, run + kTokens * row, bytes);
+      }
+      for (int64_t i = 0; i < view.history_blocks; ++i) {
+        add(0, int2[i] * params.int2_block_stride + head * b.int2_run, b.int2_run);
+      }
+    }
+  }
+  return items;
+}
+
+LoadOnlyParams AttendCase::LoadParams(const DeviceBuffer& items, uint32_t layer) const {
+  const DecodeParams params = Params(layer);
+  return {.items = items.as<const LoadItem>(),
+          .items_count = static_cast<uint32_t>(items.bytes() / sizeof(LoadItem)),
+          .bases = {params.int2_pages, params.bf16_pages},
+          .early = false};
 }
 
 }  // namespace okv::cuda

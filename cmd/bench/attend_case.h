@@ -6,7 +6,11 @@
 #include <random>
 #include <vector>
 
+#include "cmd/bench/load_only.h"
+#include "cmd/bench/row_draws.h"
 #include "kernels/cuda/attend.h"
+#include "kernels/cuda/device_buffer.h"
+#include "proto/page_layout.h"
 
 namespace okv::cuda {
 
@@ -20,6 +24,9 @@ struct AttendCaseOptions {
   bool sink_logits = false;
   bool early_history = false;
   bool outliers = false;  // Scales of 0, tiny and huge ones among the pages
+  // Null: normal queries and random codes and scales. Otherwise queries, keys and values of a
+  // model: rotated, clipped and quantized.
+  const RowDraws* draws = nullptr;
   uint64_t seed = 1;
 };
 
@@ -48,11 +55,27 @@ class AttendCase {
   std::vector<uint16_t> Output() const;
   // Bytes of keys and values that one layer's queries see, windows included.
   uint64_t BytesRead() const;
+  // The same bytes as copies for LoadOnly(), in the order in which attention reads them; and what a
+  // layer's launch needs besides.
+  std::vector<LoadItem> LoadItems() const;
+  LoadOnlyParams LoadParams(const DeviceBuffer& items, uint32_t layer) const;
 
  private:
   struct Buffers;
+  // Blocks of a sequence as its last query sees them. Token counts and blocks; history from
+  // sink_blocks on.
+  struct View {
+    int64_t length;
+    int64_t sink_tokens;
+    int64_t history_blocks;
+    int64_t recent_begin;
+  };
+  View ViewOf(int32_t length) const;
+  PageLayout Layout() const;
+  void MakeQueries(std::mt19937_64* random);
   // Tables with random slots; three blocks of the pool belong to nobody and hold NaN.
   void MakePages(std::mt19937_64* random);
+  void FillPages(uint32_t int2_blocks, uint32_t bf16_blocks, std::mt19937_64* random);
 
   AttendCaseOptions options_;
   std::unique_ptr<Buffers> buffers_;

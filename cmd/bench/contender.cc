@@ -77,9 +77,11 @@ BitsPerElement CountBits(const Contender& contender, uint32_t tokens_count) {
        uint64_t{block} + contender.format.recent_blocks() < last_block; ++block) {
     history_tokens += kBlockTokens;
   }
-  if (history_tokens == 0) return {.history = bf16_bits, .all = bf16_bits};
+  if (history_tokens == 0) return {.history = bf16_bits, .all = bf16_bits, .history_tokens = 0};
   const double share = static_cast<double>(history_tokens) / tokens_count;
-  return {.history = history_bits, .all = share * history_bits + (1 - share) * bf16_bits};
+  return {.history = history_bits,
+          .all = share * history_bits + (1 - share) * bf16_bits,
+          .history_tokens = history_tokens};
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseRotationsFlag(

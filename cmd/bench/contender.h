@@ -53,6 +53,8 @@ absl::StatusOr<std::unique_ptr<KvCache>> MakeCache(const ModelConfig& config,
 struct BitsPerElement {
   double history = 0;  // Of a demoted block; 16 when the sequence has none.
   double all = 0;      // Over the whole sequence: sink and recent tokens are BF16.
+  // Tokens that the last one reads from demoted blocks; 0: the figures say nothing about INT2.
+  uint32_t history_tokens = 0;
 };
 // REQUIRES: tokens_count > 0, the sequence's length.
 BitsPerElement CountBits(const Contender& contender, uint32_t tokens_count);

@@ -9,6 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "cmd/bench/attend_case.h"
+#include "cmd/bench/load_only.h"
+#include "proto/check.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -55,7 +57,36 @@ absl::Status CheckCase(const cuda::AttendCase& attend, absl::string_view shape) 
                                           " beyond the rounding to bf16"));
 }
 
-// Two rows: started after the kernel in front, and loading while that one ends.
+// What is timed of a shape: attention and, where the device can, loading alone; each started after
+// the kernel in front, and loading while that one ends.
+struct Contender {
+  const char* name;
+  bool load_only;
+  bool early;
+};
+constexpr Contender kContenders[] = {{"", false, false},
+                                     {", early history", false, true},
+                                     {", load only", true, false},
+                                     {", load only, early", true, true}};
+
+cudaError_t QueueLayers(const Contender& contender, const cuda::AttendCase& attend,
+                        const cuda::DeviceBuffer& items, uint32_t layers, cudaStream_t stream) {
+  for (uint32_t layer = 0; layer < layers; ++layer) {
+    cudaError_t error = cudaSuccess;
+    if (contender.load_only) {
+      cuda::LoadOnlyParams params = attend.LoadParams(items, layer);
+      params.early = contender.early;
+      error = LoadOnly(params, stream);
+    } else {
+      cuda::DecodeParams params = attend.Params(layer);
+      params.early_history = contender.early;
+      error = Attend(params, stream);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 absl::Status TimeShape(const CudaAttendOptions& options, absl::string_view shape,
                        std::vector<CudaBenchRow>* rows) {
   OKV_ASSIGN_OR_RETURN(const std::vector<int32_t> lengths, LengthsOf(shape, options.seed));
@@ -64,28 +95,34 @@ absl::Status TimeShape(const CudaAttendOptions& options, absl::string_view shape
                                  .layers_count = options.layers,
                                  .rotation_heads = options.rotation_heads,
                                  .query_sigma = options.query_sigma,
+                                 .draws = options.draws ? &*options.draws : nullptr,
                                  .seed = options.seed});
   OKV_RETURN_IF_ERROR(CheckCase(attend, shape));
   OKV_ASSIGN_OR_RETURN(const std::unique_ptr<CudaTimer> timer, CudaTimer::Create());
   attend.Plan(timer->stream());
-  for (const bool early : {false, true}) {
+  const std::vector<cuda::LoadItem> items = attend.LoadItems();
+  uint64_t bytes = 0;
+  for (const cuda::LoadItem& item : items) bytes += item.bytes;
+  OKV_CHECK(bytes == attend.BytesRead());
+  OKV_ASSIGN_OR_RETURN(const cuda::DeviceBuffer items_on_device, DeviceCopyOf(items));
+  std::vector<const Contender*> timed;
+  for (const Contender& contender : kContenders) {
     const auto queue = [&](cudaStream_t stream) {
-      for (uint32_t layer = 0; layer < options.layers; ++layer) {
-        cuda::DecodeParams params = attend.Params(layer);
-        params.early_history = early;
-        if (const cudaError_t error = Attend(params, stream); error != cudaSuccess) return error;
-      }
-      return cudaSuccess;
+      return QueueLayers(contender, attend, items_on_device, options.layers, stream);
     };
-    OKV_RETURN_IF_ERROR(timer->Add(queue).status());
+    const absl::Status added = timer->Add(queue).status();
+    if (!added.ok() && contender.load_only) continue;  // Before sm_90
+    OKV_RETURN_IF_ERROR(added);
+    timed.push_back(&contender);
   }
   OKV_RETURN_IF_ERROR(timer->AddCopy(kCopyBytes).status());
   OKV_ASSIGN_OR_RETURN(const std::vector<double> us, timer->MedianUs(options.rounds));
-  for (const size_t i : {0, 1}) {
-    rows->push_back({.name = absl::StrCat(shape, i == 0 ? "" : ", early history"),
+  for (size_t i = 0; i < timed.size(); ++i) {
+    rows->push_back({.name = absl::StrCat(shape, timed[i]->name),
                      .us = us[i] / options.layers,
-                     .bytes = static_cast<double>(attend.BytesRead()),
-                     .copy_bytes_per_us = 2.0 * kCopyBytes / us[2]});
+                     .bytes = static_cast<double>(bytes),
+                     .copy_bytes_per_us = 2.0 * kCopyBytes / us.back(),
+                     .step_us = us[i]});
   }
   return absl::OkStatus();
 }
@@ -96,7 +133,11 @@ absl::Status CudaAttendOptions::Validate() const {
   if (layers == 0) return absl::InvalidArgumentError("--layers is 0");
   if (rounds == 0) return absl::InvalidArgumentError("--rounds is 0");
   if (shapes.empty()) return absl::InvalidArgumentError("--shapes is empty");
-  cuda::DecodeShape shape = ShapeOf(*this, 1);
+  if (draws && draws->head_dim != head_dim) {
+    return absl::InvalidArgumentError(absl::StrCat("--head_dim ", head_dim, ", and rows of ",
+                                                   draws->head_dim, " in --covariances"));
+  }
+  const cuda::DecodeShape shape = ShapeOf(*this, 1);
   if (cuda::DecodeWorkspaceBytes(shape) == 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "no kernel for --query_heads ", query_heads, " --kv_heads ", kv_heads, " --head_dim ",
@@ -112,7 +153,8 @@ absl::StatusOr<CudaBenchReport> RunCudaAttend(const CudaAttendOptions& options) 
   report.shape =
       absl::StrCat(options.query_heads, "/", options.kv_heads, " heads, d ", options.head_dim,
                    ", g ", options.group_size, ", ", options.query_tokens, " query token(s), ",
-                   options.layers, " layers, query sigma ", options.query_sigma);
+                   options.layers, " layers, query sigma ", options.query_sigma,
+                   options.draws ? ", rows of " : "", options.draws_name);
   for (const absl::string_view shape : absl::StrSplit(options.shapes, ',', absl::SkipEmpty())) {
     OKV_RETURN_IF_ERROR(TimeShape(options, shape, &report.rows));
   }

@@ -179,7 +179,9 @@ std::string CudaBenchReport::ToJson() const {
                      {"gb_per_s", row.gb_per_s()},
                      {"copy_gb_per_s", row.copy_bytes_per_us * 1e-3},
                      {"limit_share", row.limit_share()}});
+    lines.back()["copy_us"] = row.bytes / row.copy_bytes_per_us;  // The limit, at the copy rate
     if (row.us_limit > 0) lines.back()["us_limit"] = row.us_limit;
+    if (row.step_us > 0) lines.back()["step_us"] = row.step_us;
   }
   return nlohmann::json({{"device", device}, {"shape", shape}, {"rows", lines}}).dump();
 }

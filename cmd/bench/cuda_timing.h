@@ -107,6 +107,7 @@ struct CudaBenchRow {
   double copy_bytes_per_us = 0;  // Of the same run
   // A kernel of at most `us_limit` keeps its promise; 0: none was made.
   double us_limit = 0;
+  double step_us = 0;  // Of all layers' launches in one graph; 0: not measured so
 
   double gb_per_s() const { return bytes / us * 1e-3; }
   double limit_share() const { return bytes / copy_bytes_per_us / us; }

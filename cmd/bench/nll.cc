@@ -34,6 +34,9 @@ NllReport Summarize(const NllOptions& options, absl::Span<const Contender> conte
   NllReport report;
   report.windows = options.windows.windows_count();
   report.tokens = report.windows * (options.windows.window - 1);
+  if (contenders.size() > 1) {
+    report.history_tokens = CountBits(contenders[1], options.windows.window - 1).history_tokens;
+  }
   std::vector<size_t> order;
   for (size_t i = 0; i < contenders.size(); ++i) {
     report.nll[contenders[i].name] = MeanInterval(scores[i].nll, seed).mean;
@@ -67,6 +70,10 @@ absl::StatusOr<NllReport> RunNll(const NllOptions& options) {
   OKV_ASSIGN_OR_RETURN(const LoadedWindows loaded, LoadWindows(options.windows));
   OKV_ASSIGN_OR_RETURN(const std::vector<Contender> contenders,
                        MakeContenders(options, loaded.model->config()));
+  if (contenders.size() > 1) {
+    OKV_RETURN_IF_ERROR(
+        CheckHistory(absl::MakeConstSpan(contenders).subspan(1), options.windows.window));
+  }
   OKV_ASSIGN_OR_RETURN(
       const std::vector<WindowScores> scores,
       ScoreWindows(options.windows, loaded, contenders, {.command = "nll", .compare = false}));
@@ -74,8 +81,10 @@ absl::StatusOr<NllReport> RunNll(const NllOptions& options) {
 }
 
 std::string NllReport::ToTable() const {
-  std::string table = absl::StrFormat("%u tokens in %u windows\n%-12s %10s  %s\n", tokens, windows,
-                                      "KV history", "NLL", "gap to BF16 (95 % interval)");
+  std::string table = absl::StrFormat(
+      "%u tokens in %u windows, up to %u of a window read from INT2; intervals: 95 %%, %s\n"
+      "%-12s %10s  %s\n",
+      tokens, windows, history_tokens, IntervalMethod(windows), "KV history", "NLL", "gap to BF16");
   for (const auto& [name, value] : nll) {
     absl::StrAppendFormat(&table, "%-12s %10.5f", name, value);
     if (const auto found = gap.find(name); found != gap.end()) {
@@ -101,6 +110,8 @@ std::string NllReport::ToJson() const {
   };
   return nlohmann::json({{"tokens", tokens},
                          {"windows", windows},
+                         {"history_tokens", history_tokens},
+                         {"interval", IntervalMethod(windows)},
                          {"nll", nll},
                          {"gap", intervals(gap)},
                          {"difference", intervals(difference)}})

@@ -31,6 +31,7 @@ struct NllOptions {
 struct NllReport {
   uint32_t tokens = 0;  // Predicted ones.
   uint32_t windows = 0;
+  uint32_t history_tokens = 0;          // That a window's last token reads from INT2.
   std::map<std::string, double> nll;    // Name, and "bf16" -> mean NLL.
   std::map<std::string, Interval> gap;  // Name -> NLL minus BF16's, paired, 95 % over windows.
   // "a-b" -> paired difference of two names, in the order of their mean gaps.
@@ -40,7 +41,8 @@ struct NllReport {
   std::string ToJson() const;
 };
 
-// Errors name the file. Progress goes to stderr. Blocks until done.
+// Errors name the file. kInvalidArgument naming --window: no token would be read from INT2, so that
+// there would be nothing to compare. Progress goes to stderr. Blocks until done.
 absl::StatusOr<NllReport> RunNll(const NllOptions& options);
 
 }  // namespace okv

@@ -136,6 +136,9 @@ absl::StatusOr<QualityReport> RunQuality(const QualityOptions& options) {
   OKV_RETURN_IF_ERROR(options.Validate());
   OKV_ASSIGN_OR_RETURN(const LoadedWindows loaded, LoadWindows(options.text));
   OKV_ASSIGN_OR_RETURN(const Lineup lineup, MakeLineup(options, loaded.model->config()));
+  OKV_RETURN_IF_ERROR(
+      CheckHistory(absl::MakeConstSpan(lineup.contenders).subspan(1, lineup.variants_count),
+                   options.text.window));
   RecallOptions recall_options = {.passage_tokens = options.recall_tokens,
                                   .passages = options.recall_passages,
                                   .cue_tokens = CueTokens(lineup.contenders)};

@@ -35,7 +35,7 @@ struct QualityOptions {
   absl::Status Validate() const;
 };
 
-// Intervals are 95 % over windows, or over passages for recall.
+// Intervals are 95 % over windows, or over passages for recall (bootstrap.h).
 struct RecallFigures {
   Interval accuracy;
   Interval accuracy_loss;  // BF16's minus this, paired.

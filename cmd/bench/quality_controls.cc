@@ -80,7 +80,7 @@ ControlVerdict JudgeControl(const Control& control, const ControlScores& scores,
   verdict.kl_difference = PairedInterval(scores.control->kl, scores.reference->kl, seed);
   verdict.kl_ratio = reference_kl > 0 ? kl / reference_kl : 0;
   const bool worse = verdict.kl_difference.low > 0 && verdict.gap_difference.low > 0;
-  const Interval gap = PairedInterval(scores.control->nll, scores.baseline->nll, seed);
+  verdict.gap = PairedInterval(scores.control->nll, scores.baseline->nll, seed);
   switch (control.must) {
     case Control::Must::kFailBadly:
       verdict.expectation = "must fail badly";
@@ -92,8 +92,8 @@ ControlVerdict JudgeControl(const Control& control, const ControlScores& scores,
       break;
     case Control::Must::kPass:
       verdict.expectation = "must pass";
-      verdict.held =
-          kl <= kPassKlRatio * reference_kl && gap.low >= -kPassGapNats && gap.high <= kPassGapNats;
+      verdict.held = kl <= kPassKlRatio * reference_kl && verdict.gap.low >= -kPassGapNats &&
+                     verdict.gap.high <= kPassGapNats;
       break;
   }
   return verdict;

@@ -43,6 +43,7 @@ RotationSet ShiftLayers(const RotationSet& set);
 struct ControlVerdict {
   std::string name;
   std::string expectation;  // For people.
+  Interval gap;             // NLL minus BF16's, paired.
   Interval gap_difference;  // Gap minus the reference's, paired.
   Interval kl_difference;   // KL(BF16 || it) minus the reference's, paired.
   double kl_ratio = 0;      // Of the means; 0 when the reference's is 0.

@@ -23,6 +23,7 @@ Json ToJson(const VariantQuality& variant, bool with_recall) {
                {"group_size", variant.group_size},
                {"bits_history", variant.bits.history},
                {"bits_all", variant.bits.all},
+               {"history_tokens", variant.bits.history_tokens},
                {"nll", ToJson(variant.nll)},
                {"perplexity", ToJson(variant.perplexity)},
                {"gap", ToJson(variant.gap)},
@@ -39,18 +40,21 @@ Json ToJson(const VariantQuality& variant, bool with_recall) {
 
 void AppendQualityTable(const QualityReport& report, std::string* table) {
   absl::StrAppendFormat(table,
-                        "%s: %d tokens in %d windows of %d; 95 %% intervals over windows\n"
-                        "%-20s %-26s %-29s %-29s %-26s %s\n",
-                        report.model, report.tokens, report.windows, report.window, "KV",
-                        "perplexity", "NLL above BF16, nats", "KL(BF16 || it), nats",
-                        "BF16's top-1, %", "bits: history, all");
+                        "%s: %d tokens in %d windows of %d; 95 %% intervals over windows: %s\n"
+                        "%-20s %-26s %-29s %-29s %-26s %-19s %s\n",
+                        report.model, report.tokens, report.windows, report.window,
+                        IntervalMethod(report.windows), "KV", "perplexity", "NLL above BF16, nats",
+                        "KL(BF16 || it), nats", "BF16's top-1, %", "bits: history, all",
+                        "tokens read from INT2");
   for (const VariantQuality& variant : report.variants) {
     const Interval percent = {.mean = 100 * variant.agreement.mean,
                               .low = 100 * variant.agreement.low,
                               .high = 100 * variant.agreement.high};
-    absl::StrAppendFormat(table, "%-20s %-26s %-29s %-29s %-26s %.2f, %.2f\n", variant.name,
+    absl::StrAppendFormat(table, "%-20s %-26s %-29s %-29s %-26s %-19s %d\n", variant.name,
                           Text(variant.perplexity, 3), Text(variant.gap, 5), Text(variant.kl, 5),
-                          Text(percent, 2), variant.bits.history, variant.bits.all);
+                          Text(percent, 2),
+                          absl::StrFormat("%.2f, %.2f", variant.bits.history, variant.bits.all),
+                          variant.bits.history_tokens);
   }
 }
 
@@ -59,10 +63,10 @@ void AppendRecallTable(const QualityReport& report, std::string* table) {
   absl::StrAppendFormat(
       table,
       "\nverbatim recall: %d passages of %d tokens, each read twice, the first %d of the second "
-      "time not counted; 95 %% intervals over passages\n"
+      "time not counted; 95 %% intervals over passages: %s\n"
       "%-20s %-26s %-26s %-26s %-26s %s\n",
-      recall.passages, recall.passage_tokens, recall.cue_tokens, "KV", "recalled",
-      "BF16's minus it", "BF16's top-1", "verbatim tokens, mean", "longest");
+      recall.passages, recall.passage_tokens, recall.cue_tokens, IntervalMethod(recall.passages),
+      "KV", "recalled", "BF16's minus it", "BF16's top-1", "verbatim tokens, mean", "longest");
   for (const VariantQuality& variant : report.variants) {
     const RecallFigures& figures = variant.recall;
     absl::StrAppendFormat(table, "%-20s %-26s %-26s %-26s %-26s %d\n", variant.name,
@@ -87,18 +91,23 @@ std::string QualityReport::ToTable() const {
     absl::StrAppendFormat(&table, "\ncontrols against %s\n", variants[1].name);
   }
   for (const ControlVerdict& verdict : verdicts) {
-    absl::StrAppendFormat(&table, "%-16s %-15s %s: KL x %.3g, NLL %+.5f [%+.5f, %+.5f]\n",
-                          verdict.name, verdict.expectation, verdict.held ? "held" : "NOT HELD",
-                          verdict.kl_ratio, verdict.gap_difference.mean, verdict.gap_difference.low,
-                          verdict.gap_difference.high);
+    absl::StrAppendFormat(
+        &table, "%-16s %-15s %s: KL x %.3g, NLL above BF16 %s, above the reference's %s\n",
+        verdict.name, verdict.expectation, verdict.held ? "held" : "NOT HELD", verdict.kl_ratio,
+        Text(verdict.gap, 5), Text(verdict.gap_difference, 5));
   }
   return table;
 }
 
 std::string QualityReport::ToJson() const {
   const bool with_recall = recall.passages > 0;
-  Json json = {{"model", model},     {"seed", seed},     {"tokens", tokens},
-               {"windows", windows}, {"window", window}, {"variants", Json::object()}};
+  Json json = {{"model", model},
+               {"seed", seed},
+               {"tokens", tokens},
+               {"windows", windows},
+               {"window", window},
+               {"interval", IntervalMethod(windows)},
+               {"variants", Json::object()}};
   for (const VariantQuality& variant : variants) {
     json["variants"][variant.name] = okv::ToJson(variant, with_recall);
   }
@@ -118,6 +127,7 @@ std::string QualityReport::ToJson() const {
                                 {"expectation", verdict.expectation},
                                 {"held", verdict.held},
                                 {"kl_ratio", verdict.kl_ratio},
+                                {"gap", okv::ToJson(verdict.gap)},
                                 {"kl_difference", okv::ToJson(verdict.kl_difference)},
                                 {"gap_difference", okv::ToJson(verdict.gap_difference)}});
   }

@@ -82,6 +82,17 @@ absl::StatusOr<std::vector<WindowScores>> ScoreWindows(const WindowsOptions& opt
   return scores;
 }
 
+absl::Status CheckHistory(absl::Span<const Contender> variants, uint32_t window) {
+  uint32_t least = UINT32_MAX;
+  for (const Contender& variant : variants) {
+    if (CountBits(variant, window - 1).history_tokens > 0) return absl::OkStatus();
+    least = std::min(least, variant.format.sink_tokens + variant.format.recent_tokens);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--window ", window, ": no token would be read from INT2 behind ", least,
+                   " sink and recent tokens and the block that is being written"));
+}
+
 Interval MeanInterval(absl::Span<const double> values, uint64_t seed) {
   return BootstrapMean(values, kResamplesCount, seed);
 }

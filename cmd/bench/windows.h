@@ -59,6 +59,10 @@ absl::StatusOr<std::vector<WindowScores>> ScoreWindows(const WindowsOptions& opt
                                                        absl::Span<const Contender> contenders,
                                                        const ScoreWindowsOptions& score_options);
 
+// kInvalidArgument naming --window: the last token of so long a window reads no demoted block in
+// any of `variants`.
+absl::Status CheckHistory(absl::Span<const Contender> variants, uint32_t window);
+
 // The intervals of everything measured by windows. REQUIRES: not empty, and of one size.
 Interval MeanInterval(absl::Span<const double> values, uint64_t seed);
 Interval PairedInterval(absl::Span<const double> values, absl::Span<const double> baseline,

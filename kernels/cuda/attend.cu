@@ -33,6 +33,7 @@ cudaError_t Attend(const DecodeParams& params, cudaStream_t stream) {
   kernel.scale_log2 = static_cast<float>(params.softmax_scale * kLog2E);
   kernel.cap_log2 = static_cast<float>(params.logit_softcap * kLog2E);
   kernel.query_group = params.shape.query_heads / params.shape.kv_heads;
+  if (kernel.geometry.wide) return LaunchAttendWide(kernel, stream);
   switch (params.shape.head_dim) {
     case 64:
       return LaunchAttend64(kernel, stream);

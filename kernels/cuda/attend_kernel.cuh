@@ -274,7 +274,7 @@ template <class T>
 struct BlockMerge {
   static constexpr int kQuads = T::kDim * T::kRows / 4;
   static constexpr int kSplits = kQuads >= T::kThreads ? 1 : T::kThreads / kQuads;
-  static_assert(kQuads % T::kThreads == 0 || T::kThreads % kQuads == 0);
+  static_assert(kQuads >= T::kThreads || T::kThreads % kQuads == 0);
   static_assert(kSplits <= T::kWarps);
   static_assert(!T::kSumsInRing || kSplits * T::kSumBytes <= T::kPages * T::kSlotBytes);
 
@@ -284,6 +284,7 @@ struct BlockMerge {
 #pragma unroll
     for (int first = 0; first < kQuads; first += T::kThreads) {
       const int index = first + threadIdx.x;
+      if (kSplits == 1 && index >= kQuads) break;
       const int split = index / kQuads % kSplits;
       MergeQuad(workspace, begin, end, index % kQuads, split, outputs + split * T::kDim * T::kRows,
                 shared);
@@ -408,7 +409,7 @@ __device__ __forceinline__ void FinishPiece(const AttendKernelParams& params,
   }
   result.Normalize(params, piece, shared);
   __syncthreads();
-  for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
+  for (int tile = warp; tile < T::kChannelTiles; tile += T::kThreads / 32) {
     if (tile != warp || !T::kPreloadsOutputRotation) LoadOutputRotation<T>(r_v, tile, words);
     RotateOutput<T>(params, piece, words, tile, *shared);
   }
@@ -423,13 +424,15 @@ __device__ __forceinline__ void BeginPiece(const AttendKernelParams& params, con
   CopyAsyncWaitAll();
   __syncthreads();
 #pragma unroll 1
-  for (int tile = warp; tile < T::kChannelTiles; tile += T::kWarps) {
+  for (int tile = warp; tile < T::kChannelTiles; tile += T::kThreads / 32) {
     if (tile != warp || !T::kPreloadsRotation) LoadRotation<T>(r_k, tile, words);
     RotateQueries<T>(words, tile, shared->query_raw, shared);
   }
   __syncthreads();
 #pragma unroll 1
-  for (int row = warp; row < T::kRows; row += T::kWarps) QuantizeQuery<T>(params, row, shared);
+  for (int row = warp; row < T::kRows; row += T::kThreads / 32) {
+    QuantizeQuery<T>(params, row, shared);
+  }
   __syncthreads();
 }
 
@@ -445,6 +448,24 @@ __device__ __forceinline__ void PreloadRotation(const AttendKernelParams& params
   } else if (warp < T::kChannelTiles) {
     LoadRotation<T>(r_k, warp, words);
   }
+}
+
+// Asks for the first piece's queries and fills the ring; pages that the kernel in front does not
+// write are asked for before it has ended.
+template <class T>
+__device__ __forceinline__ void StartLoads(const AttendKernelParams& params, const Piece& piece,
+                                           Ring<T>* ring, Shared<T>* shared) {
+  const QueryCopy<T> queries(params, piece);
+  int requested = 0;
+  if (params.decode.early_history) {
+    for (; requested < (Ring<T>::kUnits + 1) / 2 && !ring->NextIsBf16(); ++requested) {
+      ring->Request();
+    }
+    WaitForKernelBefore();
+  }
+  queries.Request(shared->query_raw);
+  for (; requested < Ring<T>::kUnits; ++requested) ring->Request();
+  LetNextKernelStart();
 }
 
 template <class T>
@@ -470,17 +491,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   uint32_t words[T::kDim / 16][4];
   PreloadRotation<T>(params, piece, words);
   PrefetchRotation<T>(RotationOf<T>(params.decode.r_v, params, piece));
-  const QueryCopy<T> queries(params, piece);
-  int requested = 0;
-  if (params.decode.early_history) {
-    for (; requested < (Ring<T>::kUnits + 1) / 2 && !ring.NextIsBf16(); ++requested) {
-      ring.Request();
-    }
-    WaitForKernelBefore();
-  }
-  queries.Request(shared->query_raw);
-  for (; requested < Ring<T>::kUnits; ++requested) ring.Request();
-  LetNextKernelStart();
+  StartLoads<T>(params, piece, &ring, shared);
 
   WarpSums<T> sums;
   int index = warp;  // of the warp's next unit in the piece

@@ -5,13 +5,12 @@
 
 namespace okv::cuda {
 
-template <class T>
-cudaError_t LaunchTile(const AttendKernelParams& params, cudaStream_t stream) {
-  const auto kernel = AttendKernel<T>;
+template <class T, class Kernel>
+cudaError_t LaunchKernel(Kernel kernel, const AttendKernelParams& params, cudaStream_t stream) {
   const int units = RingUnitsOf<T>(
       params.geometry.shared_bytes >= kSharedBytesSm90 ? kSharedBytesSm90 : kSharedBytesSm80);
   const size_t shared_bytes =
-      sizeof(Shared<T>) + size_t{T::kWarps} * T::kPages * units * T::kSlotBytes;
+      sizeof(Shared<T>) + size_t{T::kWarps} * T::kPages * units * T::kSlotBytes + T::kExtraBytes;
   const cudaError_t set = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                static_cast<int>(shared_bytes));
   if (set != cudaSuccess) return set;
@@ -26,6 +25,11 @@ cudaError_t LaunchTile(const AttendKernelParams& params, cudaStream_t stream) {
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <class T>
+cudaError_t LaunchTile(const AttendKernelParams& params, cudaStream_t stream) {
+  return LaunchKernel<T>(AttendKernel<T>, params, stream);
 }
 
 template <int kDim, int kGroups, int kLaneRows>

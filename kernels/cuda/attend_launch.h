@@ -15,6 +15,8 @@ struct AttendKernelParams {
 };
 
 // One file a head_dim, so that they compile in parallel.
+// REQUIRES: params.geometry.wide
+cudaError_t LaunchAttendWide(const AttendKernelParams& params, cudaStream_t stream);
 cudaError_t LaunchAttend64(const AttendKernelParams& params, cudaStream_t stream);
 cudaError_t LaunchAttend128(const AttendKernelParams& params, cudaStream_t stream);
 cudaError_t LaunchAttend256(const AttendKernelParams& params, cudaStream_t stream);

@@ -260,23 +260,23 @@ bool Supported(const DecodeShape& shape) {
 bool MakeDecodeGeometry(const DecodeShape& shape, DecodeGeometry* geometry) {
   if (!Supported(shape)) return false;
   int device = 0;
-  int multiprocessors = 0;
-  int shared_bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return false;
-  if (cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-      cudaSuccess) {
-    return false;
-  }
-  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
-      cudaSuccess) {
-    return false;
-  }
-  if (multiprocessors > kBlocksMax) return false;
+  const auto attribute = [device](cudaDeviceAttr name) {
+    int value = -1;
+    return cudaDeviceGetAttribute(&value, name, device) == cudaSuccess ? value : -1;
+  };
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (multiprocessors <= 0 || multiprocessors > kBlocksMax || shared_bytes <= 0) return false;
   const uint32_t rows = shape.query_tokens * (shape.query_heads / shape.kv_heads);
   geometry->rows = rows;
   geometry->group_rows = rows <= 4 ? 4 : rows <= 8 || shape.head_dim == 256 ? 8 : 16;
+  const uint32_t groups = shape.head_dim / shape.group_size;
+  geometry->wide = attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+                   attribute(cudaDevAttrComputeCapabilityMinor) == 0 &&
+                   HasWideKernel(shape.head_dim, groups, geometry->group_rows);
   const DecodeTuning tuning =
-      TuningOf(shape.head_dim, shape.head_dim / shape.group_size, geometry->group_rows);
+      geometry->wide ? kWideTuning : TuningOf(shape.head_dim, groups, geometry->group_rows);
   geometry->row_groups = DivideUpHost(rows, geometry->group_rows);
   geometry->pairs_per_request = shape.kv_heads * geometry->row_groups;
   geometry->page_blocks = tuning.page_blocks;

@@ -26,9 +26,10 @@ struct DecodeGeometry {
   uint32_t group_rows;  // Rows of one pair: 4, 8 or 16
   uint32_t row_groups;  // rows / group_rows, rounded up
   uint32_t pairs_per_request;
-  uint32_t page_blocks;   // Blocks of an INT2 unit: 1 or 2
+  bool wide;              // For the kernel of attend_wide.cuh
+  uint32_t page_blocks;   // Blocks of an INT2 unit: 1, 2 or 4
   uint32_t blocks_count;  // Thread blocks
-  uint32_t warps;         // of a thread block
+  uint32_t warps;         // of a thread block; wide: warpgroups
   uint32_t shared_bytes;  // A thread block may have
 };
 

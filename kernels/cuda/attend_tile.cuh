@@ -45,6 +45,10 @@ struct Tile {
   static constexpr int kSlotBytes =
       ((16 * kRowBytes > kRunBytes ? 16 * kRowBytes : kRunBytes) + 127) / 128 * 128;
 
+  // Where the values of a BF16 unit are in it.
+  static constexpr int kValuesAt = kPages >= 2 ? kPages / 2 * kSlotBytes : kUnitTokens * kRowBytes;
+  static constexpr int kExtraBytes = 0;  // Of shared memory, behind the rings
+
   // ---- Matrices
   static constexpr int kRowTiles = kLaneRows == 1 ? 1 : kLaneRows / 2;  // of 8 columns
   static constexpr int kParts = kLaneRows == 1 ? 1 : 2;                 // Matrices per row tile
@@ -168,7 +172,7 @@ inline constexpr uint32_t kSharedBytesSm80 = 166912;
 // Units of a warp's ring that fit into `shared_bytes`.
 template <class T>
 __host__ __device__ constexpr int RingUnitsOf(uint32_t shared_bytes) {
-  const int units = static_cast<int>((shared_bytes - sizeof(Shared<T>)) /
+  const int units = static_cast<int>((shared_bytes - sizeof(Shared<T>) - T::kExtraBytes) /
                                      (T::kWarps * T::kPages * T::kSlotBytes));
   return units < kRingUnitsMax ? units : kRingUnitsMax;
 }
@@ -188,9 +192,7 @@ template <class T>
 struct UnitSlots {
   uint8_t* slot[T::kPages];
 
-  __device__ __forceinline__ const uint8_t* Values() const {
-    return T::kPages == 2 ? slot[T::kPages - 1] : slot[0] + T::kUnitTokens * T::kRowBytes;
-  }
+  __device__ __forceinline__ const uint8_t* Values() const { return slot[0] + T::kValuesAt; }
 };
 
 // A piece of a pair: what a thread block works on between two merges: INT2 units, then BF16 units.

@@ -7,7 +7,7 @@ namespace okv::cuda {
 
 // How an instantiation of the decode kernel is cut; measured variants are in kernels/README.md.
 struct DecodeTuning {
-  uint32_t page_blocks;  // Blocks of an INT2 unit: 1 or 2
+  uint32_t page_blocks;  // Blocks of an INT2 unit: 1, 2 or 4
   uint32_t warps;        // of a thread block; there is one block a multiprocessor
 };
 
@@ -20,6 +20,13 @@ constexpr DecodeTuning TuningOf(uint32_t head_dim, uint32_t groups, uint32_t row
   }
   return {.page_blocks = 1, .warps = 8};
 }
+
+// Whether attend_wide.cuh is for such a pair, on sm_90a; and how that is cut: `warps` are
+// warpgroups there.
+constexpr bool HasWideKernel(uint32_t head_dim, uint32_t groups, uint32_t rows) {
+  return head_dim == 128 && groups == 1 && rows == 16;
+}
+inline constexpr DecodeTuning kWideTuning = {.page_blocks = 4, .warps = 3};
 
 }  // namespace okv::cuda
 

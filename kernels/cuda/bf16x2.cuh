@@ -2,11 +2,10 @@
 #define OKV_KERNELS_CUDA_BF16X2_CUH_
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
-// Arithmetic on two bf16 in a word, and on two fp16.
+// Arithmetic on two bf16 in a word.
 namespace okv::cuda {
 
 __device__ __forceinline__ __nv_bfloat162 AsBf16x2(uint32_t word) {
@@ -44,46 +43,21 @@ __device__ __forceinline__ uint32_t Clamp2(uint32_t x, uint32_t bound) {
 #endif
 }
 
-// Counting magnitudes: below(a, b) is 1.0 where |a| < b and otherwise 0, add sums them up, at_most
-// gives 0xffff where a <= b and otherwise 0.
-struct CountInBf16 {
-  static __device__ __forceinline__ uint32_t Below(uint32_t a, uint32_t b) {
-    return AsWord(__hlt2(__habs2(AsBf16x2(a)), AsBf16x2(b)));
-  }
-  static __device__ __forceinline__ uint32_t Add(uint32_t a, uint32_t b) {
-    return AsWord(__hadd2_rn(AsBf16x2(a), AsBf16x2(b)));
-  }
-  static __device__ __forceinline__ uint32_t AtMostMask(uint32_t a, uint32_t b) {
-    return __hle2_mask(AsBf16x2(a), AsBf16x2(b));
-  }
-  // REQUIRES: count <= 255, so that nothing is rounded.
-  static __device__ __forceinline__ uint32_t FromCount(uint32_t count) {
-    return __float_as_uint(static_cast<float>(count)) >> 16;
-  }
-};
-// The same on fp16, whose comparison takes magnitudes without an operation of its own: bits of bf16
-// are in order as fp16 too, up to fp16's infinity.
-struct CountInFp16 {
-  static constexpr uint32_t kLargestBits = 0x7c00;
-  static __device__ __forceinline__ __half2 AsHalf2(uint32_t word) {
-    return *reinterpret_cast<const __half2*>(&word);
-  }
-  static __device__ __forceinline__ uint32_t AsHalfWord(__half2 pair) {
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-  static __device__ __forceinline__ uint32_t Below(uint32_t a, uint32_t b) {
-    return AsHalfWord(__hlt2(__habs2(AsHalf2(a)), AsHalf2(b)));
-  }
-  static __device__ __forceinline__ uint32_t Add(uint32_t a, uint32_t b) {
-    return AsHalfWord(__hadd2_rn(AsHalf2(a), AsHalf2(b)));
-  }
-  static __device__ __forceinline__ uint32_t AtMostMask(uint32_t a, uint32_t b) {
-    return __hle2_mask(AsHalf2(a), AsHalf2(b));
-  }
-  static __device__ __forceinline__ uint32_t FromCount(uint32_t count) {
-    return __half_as_ushort(__uint2half_rn(count));
-  }
-};
+__device__ __forceinline__ uint32_t Add2(uint32_t a, uint32_t b) {
+  return AsWord(__hadd2_rn(AsBf16x2(a), AsBf16x2(b)));
+}
+// 1.0 where |a| < b, otherwise 0.
+__device__ __forceinline__ uint32_t MagnitudeBelow2(uint32_t a, uint32_t b) {
+  return AsWord(__hlt2(__habs2(AsBf16x2(a)), AsBf16x2(b)));
+}
+// 0xffff where a <= b, otherwise 0.
+__device__ __forceinline__ uint32_t AtMostMask2(uint32_t a, uint32_t b) {
+  return __hle2_mask(AsBf16x2(a), AsBf16x2(b));
+}
+// REQUIRES: count <= 256, so that nothing is rounded.
+__device__ __forceinline__ uint32_t Bf16OfCount(uint32_t count) {
+  return __float_as_uint(static_cast<float>(count)) >> 16;
+}
 
 __device__ __forceinline__ uint32_t LowTwice(uint32_t word) {
   return __byte_perm(word, word, 0x1010);

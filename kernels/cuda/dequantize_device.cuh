@@ -27,42 +27,46 @@ __device__ __forceinline__ uint32_t TwoValues(uint32_t codes, const CodeValues& 
   return __byte_perm(values.low, values.high, codes * 0x22 + 0x1010);
 }
 
-// Reads the lane's rows of a tile: `half` of the block, tokens row + 8 p.
+// What a lane reads of a tile.
 template <int kDim, int kGroups>
-__device__ __forceinline__ void DequantizeTile(const uint8_t* run, int half, bool is_value,
-                                               int lane, RowFragment<kDim>* rows) {
-  constexpr int kQuarterWords = kDim / 32;
-  constexpr int kGroupWords = kDim / 8 / kGroups;
+struct PackedTile {
   CodePieces<kDim> pieces;
+  uint2 params[kTileParts<kDim>][kGroups];  // Of two tokens, 8 apart
+};
+template <int kDim, int kGroups>
+__device__ __forceinline__ void ReadPackedTile(const uint8_t* run, int tile, bool is_value,
+                                               int lane, PackedTile<kDim, kGroups>* packed) {
+  ReadPieces<kDim>(run, is_value, tile, lane, &packed->pieces);
 #pragma unroll
-  for (int i = 0; i < kDim / 64; ++i) {
-    const uint32_t offset =
-        is_value ? ValuePieceOffset<kDim>(half, i, lane) : KeyPieceOffset<kDim>(half, i, lane);
-    pieces.piece[i] = __ldg(reinterpret_cast<const uint4*>(run + offset));
-  }
-  uint2 params[2][kGroups];  // [token / 16]: of two tokens, 8 apart
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < kTileParts<kDim>; ++m) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const uint32_t token = 32 * half + 16 * m + (lane >> 2);
+      const uint32_t token = kTileTokens<kDim> * tile + 16 * m + (lane >> 2);
       const uint32_t offset = is_value ? int2::ValueParams(kDim, kGroups, token, g)
                                        : int2::KeyParams(kDim, kGroups, token, g);
-      params[m][g] = __ldg(reinterpret_cast<const uint2*>(run + offset));
+      packed->params[m][g] = __ldg(reinterpret_cast<const uint2*>(run + offset));
     }
   }
+}
+
+template <int kDim, int kGroups>
+__device__ __forceinline__ void DequantizeTile(const PackedTile<kDim, kGroups>& packed,
+                                               bool is_value, int lane, RowFragment<kDim>* rows) {
+  constexpr int kQuarterWords = kDim / 32;
+  constexpr int kGroupWords = kDim / 8 / kGroups;
   CodeFragment<kDim> codes;
   if (is_value) {
-    UnpackValues(pieces, lane, &codes);
+    UnpackValues<kDim>(packed.pieces, lane, &codes);
   } else {
-    UnpackKeys(pieces, lane, &codes);
+    UnpackKeys<kDim>(packed.pieces, lane, &codes);
   }
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
+  for (int p = 0; p < RowFragment<kDim>::kRows; ++p) {
     CodeValues values[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      values[g] = MakeCodeValues(p % 2 == 0 ? params[p / 2][g].x : params[p / 2][g].y);
+      const uint2 params = packed.params[p / 2][g];
+      values[g] = MakeCodeValues(p % 2 == 0 ? params.x : params.y);
     }
 #pragma unroll
     for (int v = 0; v < kDim / 64; ++v) {

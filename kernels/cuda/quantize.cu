@@ -1,12 +1,17 @@
 // Rotate, clip, quantize, pack: rows of K and V to int2 pages.
 //
 // Per token, layer and KV head it reads 4 d bytes and writes d / 2 + 8 d / g: at d 128, g 128 and 8
-// heads 4,096 + 576 B, 1.1 ns of an H200's copy rate. The rotation is 4 d^2 FLOP (0.84 ns at the
-// rate of mma.sync), the clip threshold 9 counts over the row, two operations for two channels
-// each.
+// heads 4,096 + 576 B, 1.1 ns of an H200's copy rate. The rotation is 4 d^2 FLOP. What bounds it
+// are the instructions, about 1,100 a warp for 16 rows of 128, 0.6 of which are issued a clock:
+// half of them for the threshold and its 8 steps of dependent counts, a third for the codes.
+// Reached on an H200 at d 128: 592 us for 36 layers of 8,192 tokens in one launch (56 % of the copy
+// rate), 21.8 us for one layer (42 %, 3 us of it start and end).
 //
-// A warp takes 32 tokens of one half of one head from their load to their bytes, in registers
-// behind the rotation; the next tile's load goes on meanwhile.
+// A warp takes a tile (row_tile.cuh) of one half of one head from its load to its bytes, in
+// registers; four warps, a group, rotate their tiles together. The next tile's load goes on
+// meanwhile.
+
+#include <type_traits>
 
 #include "kernels/cuda/quantize.h"
 #include "kernels/cuda/quantize_device.cuh"
@@ -15,86 +20,118 @@
 namespace okv::cuda {
 namespace {
 
-// A tile that is to be quantized: `index` is tiles_end when there is none left.
+// The warp's tile of a unit that is to be quantized: `unit` is units_end when there is none left.
 struct TileAt {
-  uint32_t index;
-  int64_t block_slot;
+  uint32_t unit;
+  int64_t block_slot;  // Negative: the tile is not there
 };
 
-// The first tile from `index` on, in steps of the block's warps, whose block is not left out.
-__device__ TileAt FindTile(const QuantizePagesParams& params, const RowWork& work,
-                           const ConstPagedRows& rows, uint32_t index) {
-  for (; index < work.tiles_end; index += blockDim.x / 32) {
-    const uint32_t block = index / kTilesPerBlock;
-    const int64_t slot = BlockSlot(params.pages, block);
-    if (slot < 0) continue;
-    const int64_t first_token = static_cast<int64_t>(block) * 64;
-    if (RowAddress(rows, params.tokens, first_token, work.layer, work.head) == nullptr) continue;
-    return {.index = index, .block_slot = slot};
+// What a warp reads and writes, and which blocks there are.
+struct Source {
+  RowFinder<const __nv_bfloat16> rows;
+  uint32_t blocks;
+  bool is_plain;  // Linear rows, no table: no block is left out
+
+  // The slot of a block; negative when it is left out.
+  __device__ __forceinline__ int64_t LiveSlot(const Pages& pages, uint32_t block) const {
+    if (block >= blocks) return -1;
+    if (is_plain) return block;
+    return rows.IsLeftOut(block * 64) ? -1 : BlockSlot(pages, block);
   }
-  return {.index = work.tiles_end, .block_slot = -1};
+};
+
+// The first unit from `unit` on, in steps of the thread block's groups, with a block that is not
+// left out: the same for the warps of a group, which rotate together.
+template <int kDim>
+__device__ __forceinline__ TileAt FindTile(const Pages& pages, const RowWork& work,
+                                           const Source& source, uint32_t unit) {
+  for (; unit < work.units_end; unit += UnitStep()) {
+    const uint32_t block = TileOfUnit(unit) / kTilesPerBlock<kDim>;
+    const int64_t slot = source.LiveSlot(pages, block);
+    if (slot >= 0) return {.unit = unit, .block_slot = slot};
+    if (kUnitBlocks<kDim> == 2 && source.LiveSlot(pages, block ^ 1) >= 0) {
+      return {.unit = unit, .block_slot = -1};
+    }
+  }
+  return {.unit = work.units_end, .block_slot = -1};
 }
 
 template <int kDim>
-__device__ void LoadTileAt(const QuantizePagesParams& params, const RowWork& work,
-                           const ConstPagedRows& rows, const TileAt& at, const SharedRows& tile) {
+__device__ __forceinline__ void LoadTileAt(const Source& source, const TileAt& at,
+                                           const SharedRows& tile) {
   const int lane = threadIdx.x % 32;
-  if (at.index < work.tiles_end) {
-    const int64_t token = static_cast<int64_t>(at.index) * kTileTokens + lane;
-    LoadTile<kDim>(RowAddress(rows, params.tokens, token, work.layer, work.head), tile, lane);
+  const uint32_t first = TileOfUnit(at.unit) * kTileTokens<kDim>;
+  if (at.block_slot >= 0) {
+    if (source.is_plain) {
+      LoadTile<kDim, true>({source.rows.LinearRow(first), source.rows.Stride(1), 0xffffffffu}, tile,
+                           lane);
+    } else {
+      LoadTile<kDim, false>(FindTileRows<kDim>(source.rows, first, source.blocks * 64, lane), tile,
+                            lane);
+    }
   }
   CopyAsyncCommit();
 }
 
-__device__ void ReportBadRows(const QuantizePagesParams& params, const RowWork& work,
-                              const TileAt& at, uint32_t bad_rows) {
-  const int lane = threadIdx.x % 32;
-  if ((lane & 3) != 0) return;
-  for (int p = 0; p < 4; ++p) {
-    if ((bad_rows >> p & 1) == 0) continue;
-    const uint64_t token = static_cast<uint64_t>(at.index) * kTileTokens + (lane >> 2) + 8 * p;
-    const unsigned long long word = static_cast<unsigned long long>(work.layer) << 52 |
-                                    token << 10 | static_cast<uint64_t>(work.head) << 1 |
-                                    (work.is_value ? 1 : 0);
-    atomicMin(reinterpret_cast<unsigned long long*>(params.bad_row), word);
-  }
+__device__ void ReportBadRow(const QuantizePagesParams& params, const RowWork& work,
+                             uint64_t token) {
+  const unsigned long long word = static_cast<unsigned long long>(work.layer) << 52 | token << 10 |
+                                  static_cast<uint64_t>(work.head) << 1 | (work.is_value ? 1 : 0);
+  atomicMin(reinterpret_cast<unsigned long long*>(params.bad_row), word);
 }
 
 __device__ TileTask MakeTask(const QuantizePagesParams& params, const RowWork& work) {
   const uint32_t* const ranks = work.is_value ? params.clip_rank_v : params.clip_rank_k;
   const int64_t pair = static_cast<int64_t>(work.layer) * params.kv_heads + work.head;
   return {.run = nullptr,
-          .half = 0,
+          .tile = 0,
           .is_value = work.is_value,
           .clip_rank = ranks == nullptr ? 0 : ranks[pair]};
 }
 
-template <int kDim, int kGroups, bool kRotate>
-__global__ __launch_bounds__(kRowWarpsMax<kDim> * 32, kRowBlocksPerSm<kDim>) void QuantizeKernel(
+// As many warps as registers allow, and no room for one block more on a multiprocessor than a wave
+// has: the next launch's blocks would gather there, on some multiprocessors more than on others (20
+// warps instead of 16 without rotation: 18.7 us for 16.2). d 256 has 128 KiB of rotation and 8.25
+// KiB a tile; 12 warps, with spills, take 57.8 us a layer for 53.3 and 1,680 us for all for 1,814.
+template <int kDim, bool kRotate>
+using QuantizeShape =
+    std::conditional_t<kRotate, RowShape<8, kDim == 256 ? 1 : 2>, RowShape<4, kDim == 256 ? 3 : 4>>;
+
+template <int kDim, int kGroups, bool kRotate, class Shape = QuantizeShape<kDim, kRotate>>
+__global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKernel(
     const __grid_constant__ QuantizePagesParams params, const __grid_constant__ RowGrid grid) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "a quad holds words of 8 channels each");
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(1024) uint8_t shared[];
+  WaitForKernelBefore();
+  LetNextKernelStart();  // Only now: what that one does not wait for ended before this one began
   const int lane = threadIdx.x % 32;
-  RowWork work = RowWorkOfBlock(grid);
+  const RowWork work = RowWorkOfWarp(grid);
+  uint32_t blocks = params.blocks_count;
   if (params.tokens_count != nullptr) {
-    const int blocks = max(*params.tokens_count, 0) / 64;
-    work.tiles_end = min(work.tiles_end, static_cast<uint32_t>(blocks) * kTilesPerBlock);
+    blocks = min(blocks, static_cast<uint32_t>(max(*params.tokens_count, 0)) / 64);
   }
-  if (work.first_tile >= work.tiles_end) return;
-  const ConstPagedRows& rows = work.is_value ? params.v : params.k;
+  const RowFinder<const __nv_bfloat16> rows(work.is_value ? params.v : params.k, params.tokens,
+                                            work.layer, work.head);
+  const Source source = {
+      .rows = rows, .blocks = blocks, .is_plain = rows.IsLinear() && params.pages.table == nullptr};
+  uint8_t* const runs = params.pages.base + work.layer * params.pages.layer_stride +
+                        work.head * params.pages.head_stride;
   const SharedRows tile = WarpTile<kDim, kRotate>(shared);
-  const SharedRows rotation = SharedRowsAt(shared);
+  const uint32_t rotation = SharedAddress(shared);
 
-  TileAt at = FindTile(params, work, rows, work.first_tile + threadIdx.x / 32);
-  LoadTileAt<kDim>(params, work, rows, at, tile);
   if (kRotate) {
     LoadRotation<kDim>(RotationOf(params.rotations, work, kDim), rotation);
     CopyAsyncCommit();
-    CopyAsyncWait<0>();
-    __syncthreads();
   }
+  TileAt at = FindTile<kDim>(params.pages, work, source, work.unit);
+  LoadTileAt<kDim>(source, at, tile);
   TileTask task = MakeTask(params, work);
-  while (at.index < work.tiles_end) {
+  task.tile = static_cast<int>(TileOfUnit(0) % kTilesPerBlock<kDim>);
+  if (kRotate) {
+    CopyAsyncWait<1>();
+    ShareRotation();
+  }
+  while (at.unit < work.units_end) {
     CopyAsyncWait<0>();
     __syncwarp();
     RowFragment<kDim> y;
@@ -104,19 +141,21 @@ __global__ __launch_bounds__(kRowWarpsMax<kDim> * 32, kRowBlocksPerSm<kDim>) voi
       ReadFragment<kDim>(tile, lane, &y);
     }
     __syncwarp();  // The tile was read by all lanes: the next one may come.
-    const TileAt next = FindTile(params, work, rows, at.index + blockDim.x / 32);
-    LoadTileAt<kDim>(params, work, rows, next, tile);
-    task.run = params.pages.base + at.block_slot * params.pages.block_stride +
-               work.layer * params.pages.layer_stride + work.head * params.pages.head_stride;
-    task.half = static_cast<int>(at.index % kTilesPerBlock);
-    const uint32_t bad_rows = QuantizeTile<kDim, kGroups>(task, lane, &y);
-    if (bad_rows != 0) ReportBadRows(params, work, at, bad_rows);
+    const TileAt next = FindTile<kDim>(params.pages, work, source, at.unit + UnitStep());
+    LoadTileAt<kDim>(source, next, tile);
+    task.run = at.block_slot < 0 ? nullptr : runs + at.block_slot * params.pages.block_stride;
+    if (!QuantizeTile<kDim, kGroups>(task, lane, &y)) {
+      ReportBadRow(
+          params, work,
+          uint64_t{TileOfUnit(at.unit)} * kTileTokens<kDim> + (lane >> 2) + 8 * OwnRow<kDim>(lane));
+    }
     at = next;
   }
 }
 
 template <int kDim, int kGroups, bool kRotates>
 struct QuantizeInstance {
+  using Shape = QuantizeShape<kDim, kRotates>;
   static constexpr auto kFunction = QuantizeKernel<kDim, kGroups, kRotates>;
 };
 

@@ -10,47 +10,99 @@
 // The codec's rule (kernels/quantize.h) on a tile in registers. All arithmetic that decides a bit
 // is a single correctly rounded operation: nothing is contracted, no subnormal is flushed.
 //
-// Terms: a row of the tile is spread over the four lanes of a quad; a part is 32 of its channels,
-// the smallest group there is: words 4 s .. 4 s + 3 of each lane.
+// A row of the tile is spread over the four lanes of a quad; what is one for a row, the lanes that
+// own it work out for all.
 namespace okv::cuda {
 
 inline constexpr uint32_t kBf16Infinity = 0x7f80;
 inline constexpr uint32_t kBf16SmallestNormal = 0x0080;
 
 // Subnormals and -0 become +0.
-template <int kWords>
-__device__ __forceinline__ void SanitizeRow(uint32_t (&word)[kWords]) {
-  uint32_t smallest = word[0];
+__device__ __forceinline__ uint32_t Sanitize2(uint32_t word) {
+  if ((word & 0x7f80u) == 0) word &= 0xffff0000u;
+  if ((word & 0x7f800000u) == 0) word &= 0x0000ffffu;
+  return word;
+}
+
+// A lane owns one row of its quad's: lane `pair` row pair at d 64, elsewhere two lanes row pair
+// / 2.
+template <int kDim>
+inline constexpr int kRowLanes = 4 / RowFragment<kDim>::kRows;
+template <int kDim>
+__device__ __forceinline__ int OwnRow(int lane) {
+  return (lane & 3) / kRowLanes<kDim>;
+}
+// What the owner of row p has.
+template <int kDim, typename T>
+__device__ __forceinline__ T FromOwner(T value, int p, int lane) {
+  return __shfl_sync(kAllLanes, value, (lane & ~3) + p * kRowLanes<kDim>);
+}
+
+// Of two words the lane keeps the one of its side, and gets the partner's of the same side.
+struct Exchanged {
+  uint32_t kept;
+  uint32_t received;
+};
+__device__ __forceinline__ Exchanged Exchange(uint32_t low, uint32_t high, int mask, int lane) {
+  const bool is_high = (lane & mask) != 0;
+  return {is_high ? high : low, __shfl_xor_sync(kAllLanes, is_high ? low : high, mask)};
+}
+
+// All that the quad has of the lane's own row, or half of it where two lanes share a row: kRows
+// times as many words. `words` are the lane's own, of each row.
+template <int kDim, int kWords>
+__device__ __forceinline__ void GatherOwnRow(
+    const uint32_t (&words)[RowFragment<kDim>::kRows][kWords], int lane,
+    uint32_t (&own)[RowFragment<kDim>::kRows * kWords]) {
 #pragma unroll
-  for (int u = 1; u < kWords; ++u) smallest = SmallerMagnitude2(smallest, word[u]);
-  if ((smallest & 0x7f80u) != 0 && (smallest & 0x7f800000u) != 0) return;
-#pragma unroll
-  for (int u = 0; u < kWords; ++u) {
-    if ((word[u] & 0x7f80u) == 0) word[u] &= 0xffff0000u;
-    if ((word[u] & 0x7f800000u) == 0) word[u] &= 0x0000ffffu;
+  for (int w = 0; w < kWords; ++w) {
+    if constexpr (kDim == 64) {
+      const Exchanged even = Exchange(words[0][w], words[2][w], 2, lane);
+      const Exchanged odd = Exchange(words[1][w], words[3][w], 2, lane);
+      const Exchanged kept = Exchange(even.kept, odd.kept, 1, lane);
+      const Exchanged received = Exchange(even.received, odd.received, 1, lane);
+      own[4 * w] = kept.kept;
+      own[4 * w + 1] = kept.received;
+      own[4 * w + 2] = received.kept;
+      own[4 * w + 3] = received.received;
+    } else {
+      const Exchanged both = Exchange(words[0][w], words[1][w], 2, lane);
+      own[2 * w] = both.kept;
+      own[2 * w + 1] = both.received;
+    }
   }
 }
 
-// Largest element (high half) and minus the smallest (low half) of each group. NaN in a group makes
-// both NaN.
+// Largest element (high half) and minus the smallest (low half) of each group of the own row,
+// subnormals as they are. NaN in a group makes both NaN.
 template <int kDim, int kGroups>
-__device__ __forceinline__ void GroupExtremes(const uint32_t (&word)[kDim / 8],
-                                              uint32_t (&extremes)[kGroups]) {
+__device__ __forceinline__ void OwnExtremes(const RowFragment<kDim>& rows, int lane,
+                                            uint32_t (&extremes)[kGroups]) {
+  constexpr int kRows = RowFragment<kDim>::kRows;
   constexpr int kGroupWords = kDim / 8 / kGroups;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    uint32_t low = word[g * kGroupWords];
-    uint32_t high = low;
+    uint32_t both[kRows][1];
 #pragma unroll
-    for (int u = 1; u < kGroupWords; ++u) {
-      low = Min2(low, word[g * kGroupWords + u]);
-      high = Max2(high, word[g * kGroupWords + u]);
+    for (int p = 0; p < kRows; ++p) {
+      uint32_t low = rows.word[p][g * kGroupWords];
+      uint32_t high = low;
+#pragma unroll
+      for (int u = 1; u < kGroupWords; ++u) {
+        low = Min2(low, rows.word[p][g * kGroupWords + u]);
+        high = Max2(high, rows.word[p][g * kGroupWords + u]);
+      }
+      both[p][0] = Max2(__byte_perm(low, high, 0x5410) ^ 0x00008000u,
+                        __byte_perm(low, high, 0x7632) ^ 0x00008000u);
     }
-    const uint32_t even = __byte_perm(low, high, 0x5410) ^ 0x00008000u;
-    const uint32_t odd = __byte_perm(low, high, 0x7632) ^ 0x00008000u;
-    uint32_t both = Max2(even, odd);
-    both = Max2(both, __shfl_xor_sync(kAllLanes, both, 1));
-    extremes[g] = Max2(both, __shfl_xor_sync(kAllLanes, both, 2));
+    uint32_t own[kRows];
+    GatherOwnRow<kDim, 1>(both, lane, own);
+    extremes[g] = own[0];
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) extremes[g] = Max2(extremes[g], own[i]);
+    if (kRowLanes<kDim> == 2) {
+      extremes[g] = Max2(extremes[g], __shfl_xor_sync(kAllLanes, extremes[g], 1));
+    }
   }
 }
 
@@ -65,7 +117,7 @@ __device__ __forceinline__ uint32_t LargestMagnitude(const uint32_t (&extremes)[
 
 // How many magnitudes of two rows are below `bounds` (low half: of row a, high half: of row b); 256
 // at most, so exact. The same in all lanes of a quad.
-template <typename Count, int kWords>
+template <int kWords>
 __device__ __forceinline__ uint32_t CountBelow(const uint32_t (&a)[kWords],
                                                const uint32_t (&b)[kWords], uint32_t bounds) {
   const uint32_t bound_a = LowTwice(bounds);
@@ -74,87 +126,174 @@ __device__ __forceinline__ uint32_t CountBelow(const uint32_t (&a)[kWords],
   uint32_t sum_b = 0;
 #pragma unroll
   for (int u = 0; u < kWords; ++u) {
-    sum_a = Count::Add(sum_a, Count::Below(a[u], bound_a));
-    sum_b = Count::Add(sum_b, Count::Below(b[u], bound_b));
+    sum_a = Add2(sum_a, MagnitudeBelow2(a[u], bound_a));
+    sum_b = Add2(sum_b, MagnitudeBelow2(b[u], bound_b));
   }
-  uint32_t sum = Count::Add(__byte_perm(sum_a, sum_b, 0x5410), __byte_perm(sum_a, sum_b, 0x7632));
-  sum = Count::Add(sum, __shfl_xor_sync(kAllLanes, sum, 1));
-  return Count::Add(sum, __shfl_xor_sync(kAllLanes, sum, 2));
+  uint32_t sum = Add2(__byte_perm(sum_a, sum_b, 0x5410), __byte_perm(sum_a, sum_b, 0x7632));
+  sum = Add2(sum, __shfl_xor_sync(kAllLanes, sum, 1));
+  return Add2(sum, __shfl_xor_sync(kAllLanes, sum, 2));
 }
 
-// Raises both thresholds by each of the bits, from `bit` (the same in both halves) down, with which
-// at most `rank` magnitudes are below.
-template <typename Count, int kDim>
+// Raises all rows' thresholds, rows 2 i and 2 i + 1 in thresholds[i], by each of the bits, from the
+// highest down, with which at most `rank` magnitudes are below.
+template <int kDim>
 __device__ __forceinline__ void RaiseThresholds(const RowFragment<kDim>& rows, uint32_t rank,
-                                                uint32_t bit, uint32_t (&thresholds)[2]) {
-  const uint32_t rank_twice = LowTwice(Count::FromCount(rank));
+                                                uint32_t (&thresholds)[kTileParts<kDim>]) {
+  const uint32_t rank_twice = LowTwice(Bf16OfCount(rank));
+  uint32_t bit = 0x40004000u;
 #pragma unroll 1
   for (; (bit & 0xffffu) != 0; bit = bit >> 1 & 0x7fff7fffu) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kTileParts<kDim>; ++i) {
       const uint32_t count =
-          CountBelow<Count>(rows.word[2 * i], rows.word[2 * i + 1], thresholds[i] + bit);
-      thresholds[i] += Count::AtMostMask(count, rank_twice) & bit;
+          CountBelow(rows.word[2 * i], rows.word[2 * i + 1], thresholds[i] + bit);
+      thresholds[i] += AtMostMask2(count, rank_twice) & bit;
     }
   }
 }
 
-// The rank-th smallest magnitude of each row, counted from 0: the largest T with at most `rank`
-// magnitudes below it. largest[p] is row p's maximum, thresholds[i] has rows 2 i and 2 i + 1.
-//
-// T is built bit by bit of the bf16's own bits. Usual ranks lie within a factor of 4 of the
-// maximum, 255 steps of bf16 below it: where one count says that this is so for all rows of the
-// warp, T starts there, and 8 bits do instead of 15. No candidate is NaN: in finite rows all
-// magnitudes are below infinity, which is therefore refused, and the numbers above it are not
-// reached. REQUIRES: no -0 and no subnormal in the rows; rank < kDim. Rows with NaN or Inf get some
-// T.
-template <int kDim>
-__device__ __forceinline__ void ClipThresholds(const RowFragment<kDim>& rows,
-                                               const uint32_t (&largest)[4], uint32_t rank,
-                                               uint32_t (&thresholds)[2]) {
-  const uint32_t rank_twice = LowTwice(CountInFp16::FromCount(rank));
-  bool near = true;
+// Bits of a where the mask has ones, of b elsewhere. (From C++ it takes two operations.)
+__device__ __forceinline__ uint32_t Merge(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
+  return result;
+}
+
+// Exchanges bits so that word b holds bit b of all 32 bytes of the words; a byte's bits come from
+// bytes of its own place.
+__device__ __forceinline__ void BytesToPlanes(uint32_t (&word)[8]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t a = largest[2 * i];
-    const uint32_t b = largest[2 * i + 1];
-    thresholds[i] = (a > 255 ? a - 255 : 0) | (b > 255 ? b - 255 : 0) << 16;
-    const uint32_t count =
-        CountBelow<CountInFp16>(rows.word[2 * i], rows.word[2 * i + 1], thresholds[i]);
-    near = near && CountInFp16::AtMostMask(count, rank_twice) == 0xffffffffu &&
-           max(a, b) <= CountInFp16::kLargestBits;
-  }
-  if (__all_sync(kAllLanes, near)) {
-    RaiseThresholds<CountInFp16>(rows, rank, 0x00800080u, thresholds);
-  } else {
-    thresholds[0] = thresholds[1] = 0;
-    RaiseThresholds<CountInBf16>(rows, rank, 0x40004000u, thresholds);
-  }
-  // Below the smallest normal there are only zeros; a comparison may take a subnormal bound for 0.
+  for (int distance = 4; distance > 0; distance /= 2) {
+    const uint32_t low = distance == 4 ? 0x0f0f0f0fu : distance == 2 ? 0x33333333u : 0x55555555u;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if ((thresholds[i] & 0xffffu) < kBf16SmallestNormal) thresholds[i] &= 0xffff0000u;
-    if (thresholds[i] >> 16 < kBf16SmallestNormal) thresholds[i] &= 0x0000ffffu;
+    for (int i = 0; i < 8; ++i) {
+      if ((i & distance) != 0) continue;
+      const uint32_t a = word[i];
+      const uint32_t b = word[i + distance];
+      word[i] = Merge(a, b << distance, low);
+      word[i + distance] = Merge(a >> distance, b, low);
+    }
   }
 }
 
+// Bit planes of the elements' distances above the base of their row, 0 for what is below it; of the
+// own row's elements that GatherOwnRow gives.
+template <int kDim>
+struct RowPlanes {
+  static constexpr int kRows = RowFragment<kDim>::kRows;
+  static constexpr int kRowBytes = kDim / 16;            // Words of a row's distances, a byte each
+  static constexpr int kPlanes = kRows * kRowBytes / 8;  // Words of a plane
+  uint32_t word[kPlanes][8];
+
+  __device__ __forceinline__ RowPlanes(const RowFragment<kDim>& rows,
+                                       const uint32_t (&bases)[kRows], int lane) {
+    uint32_t bytes[kRows][kRowBytes];
+#pragma unroll
+    for (int p = 0; p < kRows; ++p) {
+      const uint32_t minus_base = LowTwice(0u - bases[p]);
+      const auto above = [&](uint32_t y) {
+        return __viaddmax_s16x2(y & 0x7fff7fffu, minus_base, 0);
+      };
+#pragma unroll
+      for (int i = 0; i < kRowBytes; ++i) {
+        bytes[p][i] =
+            __byte_perm(above(rows.word[p][2 * i]), above(rows.word[p][2 * i + 1]), 0x6420);
+      }
+    }
+    uint32_t own[kRows * kRowBytes];
+    GatherOwnRow<kDim, kRowBytes>(bytes, lane, own);
+#pragma unroll
+    for (int w = 0; w < kPlanes; ++w) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) word[w][i] = own[8 * w + i];
+      BytesToPlanes(word[w]);
+    }
+  }
+
+  // The number-th largest distance, from the highest bit down: where at least so many of the
+  // elements that are left have the bit, those without it leave; otherwise those with it do, and
+  // fewer are looked for.
+  __device__ __forceinline__ uint32_t Select(uint32_t number) const {
+    uint32_t left[kPlanes];
+#pragma unroll
+    for (int w = 0; w < kPlanes; ++w) left[w] = 0xffffffffu;
+    uint32_t result = 0;
+#pragma unroll
+    for (int b = 7; b >= 0; --b) {
+      uint32_t count = 0;
+#pragma unroll
+      for (int w = 0; w < kPlanes; ++w) count += __popc(left[w] & word[w][b]);
+      if (kRowLanes<kDim> == 2) count += __shfl_xor_sync(kAllLanes, count, 1);
+      const bool enough = count >= number;
+      const uint32_t flip = enough ? 0 : 0xffffffffu;
+#pragma unroll
+      for (int w = 0; w < kPlanes; ++w) left[w] &= word[w][b] ^ flip;
+      if (!enough) number -= count;
+      if (enough) result |= 1u << b;
+    }
+    return result;
+  }
+};
+
+// The rank-th smallest magnitude of the own row, counted from 0: the largest T with at most `rank`
+// magnitudes below it. `largest` is that row's maximum.
+//
+// Usual ranks lie within a factor of 4 of the maximum, 255 steps of bf16 below it: 8 bits of the
+// distance above that, turned into bit planes, hold all that matters. Where one of the warp's rows
+// has its threshold further down, T is built bit by bit of the bf16's own bits. No candidate is
+// NaN: in finite rows all magnitudes are below infinity, which is therefore refused, and the
+// numbers above it are not reached. A subnormal T becomes 0: the rule takes subnormals for 0, and T
+// keeps their order with others. REQUIRES: rank < kDim. Rows with NaN or Inf get some T.
+template <int kDim>
+__device__ __forceinline__ uint32_t ClipThreshold(const RowFragment<kDim>& rows, uint32_t largest,
+                                                  uint32_t rank, int lane) {
+  constexpr int kRows = RowFragment<kDim>::kRows;
+  const uint32_t base = max(largest, 255u) - 255;
+  uint32_t bases[kRows];
+#pragma unroll
+  for (int p = 0; p < kRows; ++p) bases[p] = FromOwner<kDim>(base, p, lane);
+  const uint32_t above = RowPlanes<kDim>(rows, bases, lane).Select(kDim - rank);
+  uint32_t threshold = base + above;
+  if (!__all_sync(kAllLanes, above != 0 || base == 0)) {
+    uint32_t thresholds[kRows / 2] = {};
+    RaiseThresholds<kDim>(rows, rank, thresholds);
+    const int own = OwnRow<kDim>(lane);
+    threshold = own >= 2 ? thresholds[kRows / 2 - 1] : thresholds[0];
+    threshold = own % 2 == 0 ? threshold & 0xffffu : threshold >> 16;
+  }
+  // Below the smallest normal there are only zeros; a comparison may take a subnormal bound for 0.
+  return threshold < kBf16SmallestNormal ? 0 : threshold;
+}
+
 struct GroupCodec {
-  uint32_t word;  // Low half scale, high half offset
-  float offset;
+  uint32_t word;     // Low half scale, high half offset
   float reciprocal;  // 0 for scale 0: all codes come out 0
 };
 
+// From here down a subnormal element may have another code than 0 has: its difference from the
+// offset, or the offset itself, is no longer far below a level.
+inline constexpr uint32_t kSmallScale = 0x1000;  // 2^-95
+
+// x / 3, correctly rounded: without the branch for extreme x that __fdiv_rn() has. The remainder is
+// a multiple of the smallest float, so it is exact for subnormal quotients too; infinite x gives
+// NaN.
+__device__ __forceinline__ float Third(float x) {
+  constexpr float kThird = 0x1.555556p-2f;
+  const float quotient = __fmul_rn(x, kThird);
+  return __fmaf_rn(__fmaf_rn(quotient, -3.0f, x), kThird, quotient);
+}
+
 // False when max - min or the scale is not finite.
 __device__ __forceinline__ bool MakeGroupCodec(uint32_t extremes, GroupCodec* codec) {
-  uint32_t low = (extremes ^ 0x8000u) & 0xffffu;
-  if ((low & 0x7fffu) == 0) low = 0;
+  const uint32_t sanitized = Sanitize2(extremes);
+  uint32_t low = sanitized & 0xffffu;
+  if (low != 0) low ^= 0x8000u;
   const float offset = __uint_as_float(low << 16);
-  const float range = __fsub_rn(HighBf16(extremes), offset);
-  uint32_t scale = PackBf16(__fdiv_rn(range, 3.0f), 0.0f) & 0x7fffu;
+  const float range = __fsub_rn(HighBf16(sanitized), offset);
+  uint32_t scale = PackBf16(Third(range), 0.0f) & 0x7fffu;
   const bool finite = scale < kBf16Infinity;
   if (scale < kBf16SmallestNormal) scale = 0;
   codec->word = scale | low << 16;
-  codec->offset = offset;
   codec->reciprocal = scale == 0 ? 0.0f : __frcp_rn(__uint_as_float(scale << 16));
   return finite;
 }
@@ -163,7 +302,7 @@ __device__ __forceinline__ bool MakeGroupCodec(uint32_t extremes, GroupCodec* co
 // What it rounds is 0 to 3.02: y is neither below the offset nor above the maximum, and the scale
 // is within 2^-8 of a third of the range; so nothing has to be clamped.
 __device__ __forceinline__ uint32_t Code(float y, const GroupCodec& codec) {
-  const float level = __fmul_rn(__fsub_rn(y, codec.offset), codec.reciprocal);
+  const float level = __fmul_rn(__fsub_rn(y, HighBf16(codec.word)), codec.reciprocal);
   return __float_as_uint(__fadd_rn(level, 12582912.0f));
 }
 
@@ -197,48 +336,67 @@ __device__ __forceinline__ void RowCodes(const uint32_t (&word)[kDim / 8],
 // Where and how a tile is quantized.
 struct TileTask {
   uint8_t* run;
-  int half;  // Of the block: tokens 32 half ..
+  int tile;  // Its index in the block
   bool is_value;
   uint32_t clip_rank;  // 0: off
 };
 
-// One row: clips it, makes its codes and parameter words. False when it has no int2 form.
+// The codecs of all rows of a tile, each made by the lanes that own the row. `extremes` are the own
+// row's, clipped. False when the own row has no int2 form.
 template <int kDim, int kGroups>
-__device__ __forceinline__ bool QuantizeRow(uint32_t (&word)[kDim / 8],
-                                            uint32_t (&extremes)[kGroups], bool clip,
-                                            uint32_t threshold, uint32_t (&codes)[kDim / 64],
-                                            uint32_t (&params)[kGroups]) {
-  if (clip) {
-    const uint32_t bound = LowTwice(threshold);
-#pragma unroll
-    for (int u = 0; u < kDim / 8; ++u) word[u] = Clamp2(word[u], bound);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) extremes[g] = Clamp2(extremes[g], bound);
-  }
-  GroupCodec codecs[kGroups];
+__device__ __forceinline__ bool MakeCodecs(
+    const uint32_t (&extremes)[kGroups], int lane,
+    GroupCodec (&codecs)[RowFragment<kDim>::kRows][kGroups]) {
   bool finite = true;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    finite &= MakeGroupCodec(extremes[g], &codecs[g]);
-    params[g] = codecs[g].word;
+    GroupCodec codec;
+    finite &= MakeGroupCodec(extremes[g], &codec);
+#pragma unroll
+    for (int p = 0; p < RowFragment<kDim>::kRows; ++p) {
+      codecs[p][g].word = FromOwner<kDim>(codec.word, p, lane);
+      codecs[p][g].reciprocal = FromOwner<kDim>(codec.reciprocal, p, lane);
+    }
   }
-  RowCodes<kDim, kGroups>(word, codecs, codes);
   return finite;
 }
 
-// Writes the parameter words of tokens row + 8 p: lanes 0 and 1 of a quad those of two tokens each.
+// Clips one row and makes its codes.
 template <int kDim, int kGroups>
-__device__ __forceinline__ void StoreParams(const TileTask& task, int lane,
-                                            const uint32_t (&params)[4][kGroups]) {
-  const int pair = lane & 3;
-  if (pair >= 2) return;
-  const uint32_t token = 32 * task.half + 16 * pair + (lane >> 2);
+__device__ __forceinline__ void QuantizeRow(uint32_t (&word)[kDim / 8],
+                                            const GroupCodec (&codecs)[kGroups], bool clip,
+                                            uint32_t bound, uint32_t (&codes)[kDim / 64]) {
+  constexpr int kGroupWords = kDim / 8 / kGroups;
+  if (clip) {
+#pragma unroll
+    for (int u = 0; u < kDim / 8; ++u) word[u] = Clamp2(word[u], bound);
+  }
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    const uint32_t offset = task.is_value ? int2::ValueParams(kDim, kGroups, token, g)
-                                          : int2::KeyParams(kDim, kGroups, token, g);
-    *reinterpret_cast<uint2*>(task.run + offset) =
-        pair == 0 ? make_uint2(params[0][g], params[1][g]) : make_uint2(params[2][g], params[3][g]);
+    const uint32_t scale = codecs[g].word & 0xffffu;
+    if (scale - 1 >= kSmallScale - 1) continue;
+#pragma unroll
+    for (int u = g * kGroupWords; u < (g + 1) * kGroupWords; ++u) word[u] = Sanitize2(word[u]);
+  }
+  RowCodes<kDim, kGroups>(word, codecs, codes);
+}
+
+// Writes the parameter words: 8 bytes have those of two tokens, 8 apart. The lanes of a quad take
+// turns.
+template <int kDim, int kGroups>
+__device__ __forceinline__ void StoreParams(
+    const TileTask& task, int lane, const GroupCodec (&codecs)[2 * kTileParts<kDim>][kGroups]) {
+#pragma unroll
+  for (int m = 0; m < kTileParts<kDim>; ++m) {
+    const uint32_t token = kTileTokens<kDim> * task.tile + 16 * m + (lane >> 2);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if ((lane & 3) != (m * kGroups + g) % 4) continue;
+      const uint32_t offset = task.is_value ? int2::ValueParams(kDim, kGroups, token, g)
+                                            : int2::KeyParams(kDim, kGroups, token, g);
+      *reinterpret_cast<uint2*>(task.run + offset) =
+          make_uint2(codecs[2 * m][g].word, codecs[2 * m + 1][g].word);
+    }
   }
 }
 
@@ -247,49 +405,42 @@ __device__ __forceinline__ void StoreCodes(const TileTask& task, int lane,
                                            const CodeFragment<kDim>& codes) {
   CodePieces<kDim> pieces;
   if (task.is_value) {
-    PackValues(codes, lane, &pieces);
+    PackValues<kDim>(codes, lane, &pieces);
   } else {
-    PackKeys(codes, lane, &pieces);
+    PackKeys<kDim>(codes, lane, &pieces);
   }
-#pragma unroll
-  for (int i = 0; i < kDim / 64; ++i) {
-    const uint32_t offset = task.is_value ? ValuePieceOffset<kDim>(task.half, i, lane)
-                                          : KeyPieceOffset<kDim>(task.half, i, lane);
-    *reinterpret_cast<uint4*>(task.run + offset) = pieces.piece[i];
-  }
+  WritePieces<kDim>(task.run, task.is_value, task.tile, lane, pieces);
 }
 
-// Quantizes a tile and writes its part of the run. Bit p of the result: the lane's row p has no
-// int2 form. Destroys *rows.
+// Quantizes a tile and, where `task` has a run, writes its part of it. False when the lane's own
+// row has no int2 form. Destroys *rows.
 template <int kDim, int kGroups>
-__device__ __forceinline__ uint32_t QuantizeTile(const TileTask& task, int lane,
-                                                 RowFragment<kDim>* rows) {
-  uint32_t extremes[4][kGroups];
-  uint32_t largest[4];
-  uint32_t bad_rows = 0;
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    SanitizeRow(rows->word[p]);
-    GroupExtremes<kDim, kGroups>(rows->word[p], extremes[p]);
-    largest[p] = LargestMagnitude(extremes[p]);
-    if (largest[p] >= kBf16Infinity) bad_rows |= 1u << p;
-  }
+__device__ __forceinline__ bool QuantizeTile(const TileTask& task, int lane,
+                                             RowFragment<kDim>* rows) {
+  constexpr int kRows = RowFragment<kDim>::kRows;
+  uint32_t extremes[kGroups];
+  OwnExtremes<kDim, kGroups>(*rows, lane, extremes);
+  const uint32_t largest = LargestMagnitude(extremes);
+  bool good = largest < kBf16Infinity;
   const bool clip = task.clip_rank != 0;
-  uint32_t thresholds[2] = {};
-  if (clip) ClipThresholds<kDim>(*rows, largest, task.clip_rank, thresholds);
-  CodeFragment<kDim> codes;
-  uint32_t params[4][kGroups];
+  uint32_t bound = 0;
+  if (clip) {
+    bound = LowTwice(ClipThreshold<kDim>(*rows, largest, task.clip_rank, lane));
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    const uint32_t threshold = thresholds[p / 2] >> (16 * (p % 2));
-    if (!QuantizeRow<kDim, kGroups>(rows->word[p], extremes[p], clip, threshold, codes.word[p],
-                                    params[p])) {
-      bad_rows |= 1u << p;
-    }
+    for (int g = 0; g < kGroups; ++g) extremes[g] = Clamp2(extremes[g], bound);
   }
+  GroupCodec codecs[kRows][kGroups];
+  good &= MakeCodecs<kDim, kGroups>(extremes, lane, codecs);
+  CodeFragment<kDim> codes;
+#pragma unroll
+  for (int p = 0; p < kRows; ++p) {
+    QuantizeRow<kDim, kGroups>(rows->word[p], codecs[p], clip, FromOwner<kDim>(bound, p, lane),
+                               codes.word[p]);
+  }
+  if (task.run == nullptr) return true;
   StoreCodes<kDim>(task, lane, codes);
-  StoreParams<kDim, kGroups>(task, lane, params);
-  return bad_rows;
+  StoreParams<kDim, kGroups>(task, lane, codecs);
+  return good;
 }
 
 }  // namespace okv::cuda

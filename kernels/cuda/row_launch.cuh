@@ -5,48 +5,74 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/row_rotate.cuh"
 #include "kernels/cuda/row_tile.cuh"
 
-// How the tiles of a launch (layers x KV heads x {K, V} x tokens / 32) are cut into thread blocks.
-// A thread block works for one (layer, head, half), so that it loads one rotation, in warps that
-// take its tiles in turn and wait for each other only for that rotation.
+// How the tokens of a launch (layers x KV heads x {K, V} x tokens) are cut into thread blocks. Four
+// warps, a group, take a unit together: four tiles in sequence, multiplied by one rotation. A
+// thread block works for one (layer, head, half), so that it loads one rotation, in groups that
+// take its units in turn and wait for each other only for that rotation.
 namespace okv::cuda {
 
-// d 256 has 132 KiB of rotation and 16.5 KiB a tile, and over 200 registers a thread.
 template <int kDim>
-inline constexpr int kRowWarpsMax = kDim == 256 ? 4 : 8;
+inline constexpr int kUnitTokens = 4 * kTileTokens<kDim>;
 template <int kDim>
-inline constexpr int kRowBlocksPerSm = kDim == 256 ? 1 : 2;
+inline constexpr int kUnitBlocks = kUnitTokens<kDim> / 64;
+
+// Shared memory of a thread block.
+struct SharedBytes {
+  uint32_t fixed;
+  uint32_t warp;
+
+  uint32_t Of(uint32_t groups) const { return fixed + 4 * groups * warp; }
+};
+
+// What a kernel asks of a multiprocessor; of less shared memory it gets fewer warps.
+template <int kWarps, int kBlocksPerSm>
+struct RowShape {
+  static_assert(kWarps % 4 == 0);
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kBlocksPerSm;
+};
 
 // Blocks of a launch: 2^31 tokens, what a TokenMap's slots can name.
 inline constexpr uint32_t kRowBlocksMax = 1u << 25;
+
+// Units that a group takes of a thread block's share, at most: more would only make the last wave's
+// imbalance larger.
+inline constexpr uint32_t kGroupUnitsMax = 8;
 
 struct RowGrid {
   uint32_t layers_count;
   uint32_t kv_heads;
   uint32_t halves;       // 2: K and V
-  uint32_t tiles;        // Of one (layer, head, half)
-  uint32_t block_tiles;  // Of them, those of one thread block
+  uint32_t units;        // Of one (layer, head, half)
+  uint32_t block_units;  // Of them, those of one thread block
 };
 
+// Of a warp. Its tiles are 4 unit + its index in the group.
 struct RowWork {
   int layer;
   int head;
   bool is_value;
-  uint32_t first_tile;
-  uint32_t tiles_end;
+  uint32_t unit;  // The first
+  uint32_t units_end;
 };
 
 // Neighboring thread blocks have the heads of the same tokens: what they read at one time lies
 // together.
-__device__ __forceinline__ RowWork RowWorkOfBlock(const RowGrid& grid) {
+__device__ __forceinline__ RowWork RowWorkOfWarp(const RowGrid& grid) {
   const uint32_t pair = blockIdx.x % (grid.kv_heads * grid.halves);
   const uint32_t range = blockIdx.x / (grid.kv_heads * grid.halves);
   return {.layer = static_cast<int>(blockIdx.y),
           .head = static_cast<int>(pair % grid.kv_heads),
           .is_value = pair >= grid.kv_heads,
-          .first_tile = range * grid.block_tiles,
-          .tiles_end = min((range + 1) * grid.block_tiles, grid.tiles)};
+          .unit = range * grid.block_units + threadIdx.x / 128,
+          .units_end = min((range + 1) * grid.block_units, grid.units)};
+}
+__device__ __forceinline__ uint32_t UnitStep() { return blockDim.x / 128; }
+__device__ __forceinline__ uint32_t TileOfUnit(uint32_t unit) {
+  return 4 * unit + threadIdx.x / 32 % 4;
 }
 
 // The shared memory of a thread block: the rotation, if any, then a tile a warp.
@@ -95,54 +121,67 @@ inline bool AreRotations(const Rotations& rotations, uint32_t kv_heads) {
          (rotations.rotation_heads == 1 || rotations.rotation_heads == kv_heads);
 }
 
-// Launches kernel(params, grid) over the tiles of `grid`, whose block_tiles it chooses: so that one
-// wave of thread blocks does all, up to 8 tiles a warp. (More would only make the last wave's
-// imbalance larger.)
-template <int kDim, bool kRotate, typename Params>
-cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const Params& params, RowGrid grid,
-                       cudaStream_t stream) {
-  if (grid.tiles == 0) return cudaSuccess;
+// Launches kernel(params, grid) over the units of `grid`, whose block_units it chooses: so that one
+// wave of thread blocks does all, up to kGroupUnitsMax units a group. The kernel may start before
+// the one before it on the stream has ended: it waits for that before it touches memory.
+template <class Shape, typename Params>
+cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& shared,
+                       const Params& params, RowGrid grid, cudaStream_t stream) {
+  if (grid.units == 0) return cudaSuccess;
   int device = 0;
-  int shared_max = 0;
   int sms = 0;
+  int major = 0;
+  int shared_max = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&shared_max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  constexpr uint32_t kFixedBytes = kRotate ? kRotationBytes<kDim> : 0;
-  uint32_t warps = kRowWarpsMax<kDim>;
-  while (warps > 1 &&
-         kFixedBytes + warps * kTileBytes < kDim >> static_cast<uint32_t>(shared_max)) {
-    warps /= 2;
-  }
-  const uint32_t shared_bytes = kFixedBytes + warps * kTileBytes<kDim>;
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&shared_max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  uint32_t groups = Shape::kThreads / 128;
+  while (groups > 1 && shared.Of(groups) > static_cast<uint32_t>(shared_max)) --groups;
   error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared_bytes));
+                               static_cast<int>(shared.Of(groups)));
   if (error != cudaSuccess) return error;
   const uint64_t pairs = static_cast<uint64_t>(grid.kv_heads) * grid.halves;
-  const uint64_t resident_warps = static_cast<uint64_t>(sms) * kRowBlocksPerSm<kDim> * warps;
-  const uint64_t all_tiles = pairs * grid.layers_count * grid.tiles;
-  uint64_t warp_tiles = (all_tiles + resident_warps - 1) / resident_warps;
-  if (warp_tiles > 8) warp_tiles = 8;
-  grid.block_tiles = static_cast<uint32_t>(warp_tiles) * warps;
-  const uint64_t blocks = (grid.tiles + grid.block_tiles - 1) / grid.block_tiles * pairs;
+  const uint64_t resident_blocks = static_cast<uint64_t>(sms) * Shape::kBlocks;
+  const uint64_t all_units = pairs * grid.layers_count * grid.units;
+  const uint64_t block_units = (all_units + resident_blocks - 1) / resident_blocks;
+  const uint32_t block_units_max = groups * kGroupUnitsMax;
+  grid.block_units =
+      block_units < block_units_max ? static_cast<uint32_t>(block_units) : block_units_max;
+  const uint64_t blocks = (grid.units + grid.block_units - 1) / grid.block_units * pairs;
   if (blocks > 0x7fffffffu) return cudaErrorInvalidValue;
-  kernel<<<dim3(static_cast<uint32_t>(blocks), grid.layers_count), warps * 32, shared_bytes,
-           stream>>>(params, grid);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<uint32_t>(blocks), grid.layers_count);
+  config.blockDim = dim3(128 * groups);
+  config.dynamicSmemBytes = shared.Of(groups);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params, grid);
 }
 
-// Launches Kernel<kDim, kGroups, whether rows are rotated>::kFunction for the groups of `params`.
+// Launches Kernel<kDim, kGroups, whether rows are rotated> for the groups of `params`.
 template <int kDim, template <int, int, bool> class Kernel, class Params>
 cudaError_t LaunchGroups(const Params& params, const RowGrid& grid, cudaStream_t stream) {
   const auto launch = [&]<int kGroups>() {
-    if (params.rotations.k == nullptr) {
-      return LaunchRows<kDim, false>(Kernel<kDim, kGroups, false>::kFunction, params, grid, stream);
-    }
-    return LaunchRows<kDim, true>(Kernel<kDim, kGroups, true>::kFunction, params, grid, stream);
+    const auto rotated = [&]<bool kRotate>() {
+      using Instance = Kernel<kDim, kGroups, kRotate>;
+      using Shape = typename Instance::Shape;
+      return LaunchRows<Shape>(
+          Instance::kFunction,
+          {.fixed = kRotate ? kRotationBytes<kDim> : 0, .warp = kTileBytes<kDim>}, params, grid,
+          stream);
+    };
+    return params.rotations.k == nullptr ? rotated.template operator()<false>()
+                                         : rotated.template operator()<true>();
   };
   switch (kDim / params.group_size) {
     case 1:
@@ -169,11 +208,12 @@ cudaError_t LaunchPages(const Params& params, cudaStream_t stream) {
       !AreRotations(params.rotations, params.kv_heads) || !ArePages(params.pages)) {
     return cudaErrorInvalidValue;
   }
-  const RowGrid grid = {.layers_count = params.layers_count,
-                        .kv_heads = params.kv_heads,
-                        .halves = 2,
-                        .tiles = params.blocks_count * kTilesPerBlock,
-                        .block_tiles = 0};
+  const RowGrid grid = {
+      .layers_count = params.layers_count,
+      .kv_heads = params.kv_heads,
+      .halves = 2,
+      .units = params.head_dim == 64 ? (params.blocks_count + 1) / 2 : params.blocks_count,
+      .block_units = 0};
   switch (params.head_dim) {
     case 64:
       return LaunchGroups<64, Kernel>(params, grid, stream);

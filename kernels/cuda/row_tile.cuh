@@ -8,18 +8,24 @@
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/rows.h"
 
-// A warp's tile of 32 rows, in shared memory and in registers, and its product with a rotation.
-// What quantize, rotate and dequantize share.
+// A warp's tile of rows, in shared memory and in registers. What quantize, rotate and dequantize
+// share.
 namespace okv::cuda {
 
-inline constexpr int kTileTokens = 32;
-inline constexpr int kTilesPerBlock = 2;  // A block is 64 tokens.
+// A tile is of 16 tokens, 32 at d 64, so that it takes 4 KiB or more and its codes at d 64 fill
+// 16-byte pieces of a run; a part is 16 of them.
+template <int kDim>
+inline constexpr int kTileParts = kDim == 64 ? 2 : 1;
+template <int kDim>
+inline constexpr int kTileTokens = 16 * kTileParts<kDim>;
+template <int kDim>
+inline constexpr int kTilesPerBlock = 64 / kTileTokens<kDim>;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// 32 rows of kDim bf16, or the kDim rows of a rotation, in units of 16 bytes. A row is one unit
-// longer than its elements: the same unit of 8 rows in sequence then lies in 8 different groups of
-// banks, and offsets are linear, so that unrolled loops have them as constants. (With units
-// exchanged by row instead, a tile's load took 325 instructions.)
+// Rows of kDim bf16 in units of 16 bytes. A row is one unit longer than its elements: the same unit
+// of 8 rows in sequence then lies in 8 different groups of banks, and offsets are linear, so that
+// unrolled loops have them as constants. (With units exchanged by row instead, a tile's load took
+// 325 instructions.)
 struct SharedRows {
   uint8_t* bytes;
   uint32_t address;  // The same, in the shared window
@@ -30,42 +36,79 @@ struct SharedRows {
   }
 };
 template <int kDim>
-inline constexpr uint32_t kTileBytes = kTileTokens*(kDim * 2 + 16);
-template <int kDim>
-inline constexpr uint32_t kRotationBytes = kDim*(kDim * 2 + 16);
+inline constexpr uint32_t kTileBytes = SharedRows::Offset<kDim>(kTileTokens<kDim>, 0);
 
 __device__ __forceinline__ SharedRows SharedRowsAt(uint8_t* bytes) {
   return {.bytes = bytes, .address = SharedAddress(bytes)};
 }
 
-// The tile in registers, as mma has it: lane 4 row + pair holds tokens row + 8 p (p = 0..3), and of
-// each the channels 8 u + 2 pair (low half) and 8 u + 2 pair + 1.
+// The tile in registers, as mma has it: lane 4 row + pair holds tokens row + 8 p, and of each the
+// channels 8 u + 2 pair (low half) and 8 u + 2 pair + 1.
 template <int kDim>
 struct RowFragment {
-  uint32_t word[4][kDim / 8];
+  static constexpr int kRows = 2 * kTileParts<kDim>;  // Of a lane
+  uint32_t word[kRows][kDim / 8];
 };
 
-// Where the row of one token of (layer, head) is; null when it is left out.
-template <typename Element>
-__device__ __forceinline__ Element* RowAddress(const PagedRowsOf<Element>& rows,
-                                               const TokenMap& map, int64_t token, int layer,
-                                               int head) {
-  const int page_bits = __ffs(static_cast<int>(rows.page_tokens)) - 1;
-  const int64_t in_page_mask = static_cast<int64_t>(rows.page_tokens) - 1;
-  int64_t page = token >> page_bits;
-  int64_t in_page = token & in_page_mask;
-  if (map.pages != nullptr) {
-    page = map.pages[page];
-    if (page < 0) return nullptr;
-  } else if (map.slots != nullptr) {
-    const int64_t slot = map.slots[token];
-    if (slot < 0) return nullptr;
-    page = slot >> page_bits;
-    in_page = slot & in_page_mask;
-  }
-  return rows.base + layer * rows.layer_stride + page * rows.page_stride +
-         in_page * rows.token_stride + head * rows.head_stride;
+// log2 of a power of two.
+__device__ __forceinline__ int BitsBelow(uint32_t power) {
+  return __ffs(static_cast<int>(power)) - 1;
 }
+
+// Finds the rows of one (layer, KV head).
+template <typename Element>
+class RowFinder {
+ public:
+  __device__ __forceinline__ RowFinder(const PagedRowsOf<Element>& rows, const TokenMap& map,
+                                       int layer, int head)
+      : base_(rows.base + layer * rows.layer_stride + head * rows.head_stride),
+        page_stride_(rows.page_stride),
+        token_stride_(rows.token_stride),
+        page_bits_(BitsBelow(rows.page_tokens)),
+        in_page_mask_(rows.page_tokens - 1),
+        map_(map) {}
+
+  __device__ __forceinline__ bool IsLeftOut(uint32_t token) const {
+    if (map_.pages != nullptr) return map_.pages[token >> page_bits_] < 0;
+    return map_.slots != nullptr && map_.slots[token] < 0;
+  }
+  // Of a token that is left out, some row.
+  __device__ __forceinline__ Element* Row(uint32_t token) const {
+    uint32_t page = token >> page_bits_;
+    uint32_t in_page = token & in_page_mask_;
+    if (map_.pages != nullptr) {
+      page = max(map_.pages[page], 0);
+    } else if (map_.slots != nullptr) {
+      const uint32_t slot = max(map_.slots[token], 0);
+      page = slot >> page_bits_;
+      in_page = slot & in_page_mask_;
+    }
+    return base_ + page * page_stride_ + in_page * token_stride_;
+  }
+  // True when all tokens' rows lie at one distance, Stride(1), from each other.
+  __device__ __forceinline__ bool IsLinear() const {
+    return map_.slots == nullptr && map_.pages == nullptr && in_page_mask_ == 0;
+  }
+  // REQUIRES: IsLinear().
+  __device__ __forceinline__ Element* LinearRow(uint32_t token) const {
+    return base_ + token * page_stride_;
+  }
+  // From one row to the next in `tokens` tokens that begin at a multiple of it; 0 when they may lie
+  // anywhere.
+  __device__ __forceinline__ int64_t Stride(uint32_t tokens) const {
+    if (map_.slots != nullptr) return 0;
+    if (IsLinear()) return page_stride_;
+    return in_page_mask_ >= tokens - 1 ? token_stride_ : 0;
+  }
+
+ private:
+  Element* base_;
+  int64_t page_stride_;
+  int64_t token_stride_;
+  int page_bits_;
+  uint32_t in_page_mask_;
+  TokenMap map_;
+};
 
 // The slot of a block of the launch; negative: it is left out.
 template <typename Byte>
@@ -80,130 +123,150 @@ __device__ __forceinline__ T* ShufflePointer(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(kAllLanes, bits, lane));
 }
 
-// Queues the copy of a tile; `row` is the calling lane's own row of it, null: not copied. The warp
-// waits with CopyAsyncWait and __syncwarp.
+// The rows of a tile, for a lane: 32 lanes take kTileStep rows at a time, 16 bytes each.
 template <int kDim>
-__device__ __forceinline__ void LoadTile(const __nv_bfloat16* row, const SharedRows& tile,
-                                         int lane) {
-  constexpr int kUnits = kDim / 8;  // 32 lanes copy 32 / kUnits rows at a time
-  constexpr int kRows = 32 / kUnits;
+inline constexpr int kTileStep = 256 / kDim;
+template <typename Element>
+struct TileRows {
+  Element* row;    // With a stride the first row, otherwise that of token lane % kTileTokens
+  int64_t stride;  // 0: none
+  uint32_t there;  // Bit r: row r is there. All of them, or none, with a stride
+};
+
+// The rows of tokens [first, first + kTileTokens), those from `tokens` on are not there.
+template <int kDim, typename Element>
+__device__ __forceinline__ TileRows<Element> FindTileRows(const RowFinder<Element>& finder,
+                                                          uint32_t first, uint32_t tokens,
+                                                          int lane) {
+  const int64_t stride = finder.Stride(kTileTokens<kDim>);
+  if (stride != 0 && first + kTileTokens<kDim> <= tokens) {
+    const bool left_out = finder.IsLeftOut(first);
+    return {finder.Row(first), stride, left_out ? 0 : 0xffffffffu};
+  }
+  const uint32_t token = first + lane % kTileTokens<kDim>;
+  const bool is_there = token < tokens && !finder.IsLeftOut(token);
+  const uint32_t there = __ballot_sync(kAllLanes, is_there);
+  if (there == 0) return {nullptr, 0, 0};
+  Element* const row = is_there ? finder.Row(token) : nullptr;
+  Element* const other = ShufflePointer(row, __ffs(static_cast<int>(there)) - 1);
+  return {is_there ? row : other, 0, there};
+}
+
+// Calls at(r, the lane's 16 bytes of row r + lane / (32 / kTileStep)) for r = 0, kTileStep, ... In
+// the place of a row that is not there it gives another one of the tile. kHasStride: known to have
+// one.
+template <int kDim, bool kHasStride, typename Element, typename At>
+__device__ __forceinline__ void ForEachTileRow(const TileRows<Element>& rows, int lane, At at) {
+  constexpr int kUnits = kDim / 8;
   const int first_row = lane / kUnits;
-  const int unit = lane % kUnits;
-  const uint32_t destination = tile.address + SharedRows::Offset<kDim>(first_row, unit);
+  const int channel = lane % kUnits * 8;
+  if (!kHasStride && rows.there == 0) return;
+  if (kHasStride || rows.stride != 0) {
+    Element* row = rows.row + first_row * rows.stride + channel;
+    const int64_t step = kTileStep<kDim> * rows.stride;
 #pragma unroll
-  for (int r = 0; r < kTileTokens; r += kRows) {
-    const __nv_bfloat16* const source = ShufflePointer(row, r + first_row);
-    if (source != nullptr) {
-      CopyAsync16(destination + SharedRows::Offset<kDim>(r, 0), source + unit * 8);
+    for (int r = 0; r < kTileTokens<kDim>; r += kTileStep<kDim>) {
+      at(r, row);
+      row += step;
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kTileTokens<kDim>; r += kTileStep<kDim>) {
+      at(r, ShufflePointer(rows.row, r + first_row) + channel);
     }
   }
 }
 
-// Writes a tile to memory; `row` as in LoadTile. The tile must be visible to the warp.
-template <int kDim>
-__device__ __forceinline__ void StoreTile(const SharedRows& tile, __nv_bfloat16* row, int lane) {
+// Queues the copy of a tile. The warp waits with CopyAsyncWait and __syncwarp.
+template <int kDim, bool kHasStride>
+__device__ __forceinline__ void LoadTile(const TileRows<const __nv_bfloat16>& rows,
+                                         const SharedRows& tile, int lane) {
   constexpr int kUnits = kDim / 8;
-  constexpr int kRows = 32 / kUnits;
-  const int first_row = lane / kUnits;
-  const int unit = lane % kUnits;
-  const uint8_t* const source = tile.bytes + SharedRows::Offset<kDim>(first_row, unit);
-#pragma unroll 8
-  for (int r = 0; r < kTileTokens; r += kRows) {
-    __nv_bfloat16* const destination = ShufflePointer(row, r + first_row);
+  const uint32_t destination =
+      tile.address + SharedRows::Offset<kDim>(lane / kUnits, lane % kUnits);
+  ForEachTileRow<kDim, kHasStride>(rows, lane, [&](int r, const __nv_bfloat16* from) {
+    CopyAsync16(destination + SharedRows::Offset<kDim>(r, 0), from);
+  });
+}
+
+// Writes the rows of a tile that are there. The tile must be visible to the warp. kStreaming:
+// nobody reads them soon (1 % of dequantize's time).
+template <int kDim, bool kStreaming>
+__device__ __forceinline__ void StoreTile(const SharedRows& tile,
+                                          const TileRows<__nv_bfloat16>& rows, int lane) {
+  constexpr int kUnits = kDim / 8;
+  constexpr uint32_t kAllRows = 0xffffffffu >> (32 - kTileTokens<kDim>);
+  const uint8_t* const source = tile.bytes + SharedRows::Offset<kDim>(lane / kUnits, lane % kUnits);
+  const auto store = [&](int r, __nv_bfloat16* to) {
     const uint4 value = *reinterpret_cast<const uint4*>(source + SharedRows::Offset<kDim>(r, 0));
-    if (destination != nullptr) *reinterpret_cast<uint4*>(destination + unit * 8) = value;
+    if (kStreaming) {
+      __stcs(reinterpret_cast<uint4*>(to), value);
+    } else {
+      *reinterpret_cast<uint4*>(to) = value;
+    }
+  };
+  if ((rows.there & kAllRows) == kAllRows) {
+    ForEachTileRow<kDim, false>(rows, lane, store);
+    return;
+  }
+  if (rows.there == 0) return;
+#pragma unroll 1
+  for (int r = 0; r < kTileTokens<kDim>; r += kTileStep<kDim>) {
+    const int row = r + lane / kUnits;
+    __nv_bfloat16* const to =
+        rows.stride != 0 ? rows.row + row * rows.stride : ShufflePointer(rows.row, row);
+    if ((rows.there >> row & 1) != 0) store(r, to + lane % kUnits * 8);
   }
 }
 
-// Queues the copy of a rotation by all threads of the block; each waits with CopyAsyncWait, then
-// all with __syncthreads.
 template <int kDim>
-__device__ __forceinline__ void LoadRotation(const __nv_bfloat16* rotation,
-                                             const SharedRows& shared) {
-  constexpr int kUnits = kDim / 8;
-  for (int index = threadIdx.x; index < kDim * kUnits; index += blockDim.x) {
-    CopyAsync16(shared.address + SharedRows::Offset<kDim>(index / kUnits, index % kUnits),
-                rotation + index * 8);
-  }
+__device__ __forceinline__ uint32_t MatrixOffset(int part, int step, int lane) {
+  return SharedRows::Offset<kDim>(16 * part + (lane & 15), 2 * step + (lane >> 4));
 }
-
 template <int kDim>
 __device__ __forceinline__ void ReadFragment(const SharedRows& tile, int lane,
                                              RowFragment<kDim>* fragment) {
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
+  for (int m = 0; m < kTileParts<kDim>; ++m) {
 #pragma unroll
-    for (int u = 0; u < kDim / 8; ++u) {
-      fragment->word[p][u] = *reinterpret_cast<const uint32_t*>(
-          tile.bytes + SharedRows::Offset<kDim>((lane >> 2) + 8 * p, u) + (lane & 3) * 4);
+    for (int s = 0; s < kDim / 16; ++s) {
+      uint32_t matrix[4];
+      LoadMatrix4(matrix, tile.address + MatrixOffset<kDim>(m, s, lane));
+      fragment->word[2 * m][2 * s] = matrix[0];
+      fragment->word[2 * m + 1][2 * s] = matrix[1];
+      fragment->word[2 * m][2 * s + 1] = matrix[2];
+      fragment->word[2 * m + 1][2 * s + 1] = matrix[3];
     }
   }
+}
+// Writes four 8 x 8 matrices of 16-bit elements, a lane's words of which are its registers; the
+// address is of row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void StoreMatrix4(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                             uint32_t d) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+#else
+  const uint32_t words[4] = {a, b, c, d};
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = __shfl_sync(kAllLanes, address, 8 * i + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(words[i]) : "memory");
+  }
+#endif
 }
 template <int kDim>
 __device__ __forceinline__ void WriteFragment(const RowFragment<kDim>& fragment, int lane,
                                               const SharedRows& tile) {
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
+  for (int m = 0; m < kTileParts<kDim>; ++m) {
 #pragma unroll
-    for (int u = 0; u < kDim / 8; ++u) {
-      *reinterpret_cast<uint32_t*>(tile.bytes + SharedRows::Offset<kDim>((lane >> 2) + 8 * p, u) +
-                                   (lane & 3) * 4) = fragment.word[p][u];
-    }
-  }
-}
-
-// acc += tile[:, k_unit * 8 ...16 channels] times 64 columns of R (or of R^T) from `column` on.
-template <int kDim, bool kTranspose>
-__device__ __forceinline__ void MultiplyStep(const SharedRows& tile, const SharedRows& rotation,
-                                             int k_unit, int column, int lane,
-                                             float (&acc)[2][8][4]) {
-  uint32_t a[2][4];
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    LoadMatrix4(
-        a[m], tile.address + SharedRows::Offset<kDim>(16 * m + (lane & 15), k_unit + (lane >> 4)));
-  }
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int column_unit = column / 8 + 2 * n;
-    uint32_t b[4];
-    if (kTranspose) {
-      // Rows of R are columns of R^T: a row of the stored matrix is a column of b already.
-      LoadMatrix4(b, rotation.address +
-                         SharedRows::Offset<kDim>(column_unit * 8 + (lane & 7) + ((lane >> 4) << 3),
-                                                  k_unit + (lane >> 3 & 1)));
-    } else {
-      LoadMatrix4Transposed(
-          b, rotation.address +
-                 SharedRows::Offset<kDim>(k_unit * 8 + (lane & 15), column_unit + (lane >> 4)));
-    }
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      MmaBf16(acc[m][2 * n], a[m], b[0], b[1]);
-      MmaBf16(acc[m][2 * n + 1], a[m], b[2], b[3]);
-    }
-  }
-}
-
-// The tile times R (or R^T): fp32 sums in the order of channels by 16, rounded to bf16 once. 64
-// columns at a time, so that 64 registers of sums stand beside the words that are done.
-template <int kDim, bool kTranspose>
-__device__ __forceinline__ void RotateTile(const SharedRows& tile, const SharedRows& rotation,
-                                           int lane, RowFragment<kDim>* y) {
-#pragma unroll
-  for (int column = 0; column < kDim; column += 64) {
-    float acc[2][8][4] = {};
-#pragma unroll 2
-    for (int k_unit = 0; k_unit < kDim / 8; k_unit += 2) {
-      MultiplyStep<kDim, kTranspose>(tile, rotation, k_unit, column, lane, acc);
-    }
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        y->word[2 * m][column / 8 + j] = PackBf16(acc[m][j][0], acc[m][j][1]);
-        y->word[2 * m + 1][column / 8 + j] = PackBf16(acc[m][j][2], acc[m][j][3]);
-      }
+    for (int s = 0; s < kDim / 16; ++s) {
+      StoreMatrix4(tile.address + MatrixOffset<kDim>(m, s, lane), fragment.word[2 * m][2 * s],
+                   fragment.word[2 * m + 1][2 * s], fragment.word[2 * m][2 * s + 1],
+                   fragment.word[2 * m + 1][2 * s + 1]);
     }
   }
 }

@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <string>
 #include <tuple>
 
 #include "kernels/cuda/attend.h"
@@ -28,18 +29,24 @@ const __nv_bfloat16* Bf16(const Tensor& tensor) {
   return reinterpret_cast<const __nv_bfloat16*>(tensor.const_data_ptr());
 }
 
+// Numbers in messages: streamed by TORCH_CHECK itself, a number ended the process where torch's wheel
+// brings locale facets of its own.
+std::string Text(int64_t number) { return std::to_string(number); }
+
 void CheckTensor(const Tensor& tensor, const char* name, at::ScalarType type, int64_t dims) {
   TORCH_CHECK(tensor.is_cuda(), "okv: ", name, " is not on the GPU");
   TORCH_CHECK(tensor.scalar_type() == type, "okv: ", name, " is ", tensor.scalar_type(), ", not ",
               type);
-  TORCH_CHECK(tensor.dim() == dims, "okv: ", name, " has ", tensor.dim(), " dimensions, not ", dims);
+  TORCH_CHECK(tensor.dim() == dims, "okv: ", name, " has ", Text(tensor.dim()),
+              " dimensions, not ", Text(dims));
 }
 
 // All dimensions but the first are contiguous.
 void CheckSlots(const Tensor& tensor, const char* name) {
   int64_t stride = 1;
   for (int64_t i = tensor.dim() - 1; i > 0; --i) {
-    TORCH_CHECK(tensor.stride(i) == stride, "okv: ", name, " is not contiguous in dimension ", i);
+    TORCH_CHECK(tensor.stride(i) == stride, "okv: ", name, " is not contiguous in dimension ",
+                Text(i));
     stride *= tensor.size(i);
   }
 }
@@ -117,8 +124,9 @@ std::tuple<Tensor, Tensor> AttendOp(
   const int64_t kv_heads = int2_pages.size(1);
   TORCH_CHECK(group_size > 0 && head_dim % group_size == 0 &&
                   int2_pages.size(2) == int2::RunBytes(head_dim, head_dim / group_size),
-              "okv: int2_pages has ", int2_pages.size(2), " bytes a run, not those of head_dim ",
-              head_dim, " and group_size ", group_size);
+              "okv: int2_pages has ", Text(int2_pages.size(2)),
+              " bytes a run, not those of head_dim ", Text(head_dim), " and group_size ",
+              Text(group_size));
   TORCH_CHECK(bf16_blocks.size(1) == kv_heads && bf16_blocks.size(2) == 2 &&
                   bf16_blocks.size(3) == 64 && bf16_blocks.size(4) == head_dim,
               "okv: bf16_blocks is not [slots, kv_heads, 2, 64, head_dim]");

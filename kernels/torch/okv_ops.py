@@ -20,6 +20,7 @@ _SOURCES = [
     "kernels/cuda/attend_d128.cu",
     "kernels/cuda/attend_d256.cu",
     "kernels/cuda/attend_plan.cu",
+    "kernels/cuda/attend_wide.cu",
     "kernels/cuda/dequantize.cu",
     "kernels/cuda/quantize.cu",
 ]

@@ -75,6 +75,46 @@ TEST_F(CalibrateProgramTest, ThePublishedRecipeIsAFlagAndItsPartsCanBeChanged) {
   EXPECT_EQ(set->provenance.at("refine_steps"), "0");
 }
 
+// Three windows: one to fit on, one to choose by, one to report on.
+TEST_F(CalibrateProgramTest, HeldOutTextComparesClipsAndValueObjectives) {
+  const std::string dump = directory_.Path("windows");
+  WriteDump(dump, {0, 1}, {.sequence_lengths = {450, 450, 450}}, 1);
+  const RunResult fit = RunCalibrate("fit --refine_steps 0 --value_objective auto --json --dump " +
+                                     dump + " --out " + out_);
+  ASSERT_EQ(fit.exit_code, 0) << fit.output;
+  const auto json = nlohmann::json::parse(fit.last_line(), nullptr, /*allow_exceptions=*/false);
+  ASSERT_TRUE(json.is_object()) << fit.output;
+  EXPECT_EQ(json["reports_apart"], true);
+  EXPECT_GT(json["reported_error_k_mean"].get<double>(), 0);
+  EXPECT_NE(json["reported_error_v_mean"], json["judged_error_v_mean"]);
+  EXPECT_EQ(json["value_objectives"]["softmax"].get<int>() +
+                json["value_objectives"]["energy"].get<int>(),
+            4);
+  const auto& ratio = json["value_objectives"]["energy_over_softmax"];
+  EXPECT_LT(ratio["low"].get<double>(), ratio["mean"].get<double>());
+  EXPECT_LT(ratio["mean"].get<double>(), ratio["high"].get<double>());
+  for (const char* tensor : {"k", "v"}) {
+    const auto& clips = json["clips"][tensor];
+    EXPECT_GT(clips["mean"].get<double>(), 0);
+    EXPECT_GE(clips["worst"].get<double>(), clips["mean"].get<double>());
+    EXPECT_LE(clips["layers_above_1.01"].get<int>(), 2);
+  }
+  EXPECT_THAT(fit.output, HasSubstr("value objectives: softmax taken "));
+  EXPECT_THAT(fit.output, HasSubstr("clips of k over the published ratio's, errors: mean "));
+  const auto set = RotationSet::Parse(ReadFile(out_));
+  ASSERT_TRUE(set.ok()) << set.status();
+  EXPECT_EQ(set->provenance.at("value_objective"), "auto");
+
+  // The published ratios against themselves.
+  const RunResult same =
+      RunCalibrate("fit --recipe published --json --dump " + dump + " --out " + out_);
+  ASSERT_EQ(same.exit_code, 0) << same.output;
+  const auto equal = nlohmann::json::parse(same.last_line(), nullptr, /*allow_exceptions=*/false);
+  EXPECT_EQ(equal["clips"]["k"]["worst"], 1.0);
+  EXPECT_EQ(equal["clips"]["v"]["mean"], 1.0);
+  EXPECT_FALSE(equal.contains("value_objectives"));
+}
+
 TEST_F(CalibrateProgramTest, TwoFitsWriteEqualFiles) {
   ASSERT_EQ(RunCalibrate(fit_ + " --scope kv_head --threads 1").exit_code, 0);
   const std::string first = ReadFile(out_);

@@ -60,7 +60,8 @@ TEST_F(FitTest, AFittedSetIsValidAndComplete) {
   EXPECT_EQ(result->value_tokens, 160u);
   for (const LayerReport& report : result->layers) {
     EXPECT_LT(report.orthogonality_error, 1.0 / 256);
-    EXPECT_EQ(report.int2.tokens_count, 160u);
+    EXPECT_EQ(report.int2.tokens_count, 100u);  // The only window.
+    EXPECT_FALSE(report.reports_apart);
   }
   ASSERT_THAT(set.promised_error_k, SizeIs(2));
   for (uint32_t layer = 0; layer < 2; ++layer) {
@@ -84,12 +85,51 @@ TEST_F(FitTest, ThePublishedRecipeDiagonalizesTheLayersCovariances) {
     ASSERT_TRUE(system.ok());
     EXPECT_EQ(RoundToBf16(RotationFromEigenvectors(system->vectors, dim)), bits);
   };
-  expect_rotation(MeanMatrix(QueryCovariance(layer, &pool_)), fitted->rotation.r_k);
   const std::vector<SequenceRange> whole = {{0, 100}, {100, 60}};
+  expect_rotation(MeanMatrix(QueryCovariance(layer, &pool_)), fitted->rotation.r_k);
   expect_rotation(MeanMatrix(SoftmaxValueCovariance(layer, whole, &pool_)), fitted->rotation.r_v);
   EXPECT_THAT(fitted->rotation.clip_rank_k, Each(61u));  // floor(0.96 * 64)
   EXPECT_THAT(fitted->rotation.clip_rank_v, Each(58u));  // floor(0.92 * 64)
   EXPECT_EQ(fitted->report.refined, 0u);
+}
+
+// Other text where judging and reporting windows lie: the rotation that is not chosen by it stays.
+TEST_F(FitTest, NothingIsFittedOnTextThatJudgesOrReports) {
+  const SyntheticShape shape = {.sequence_lengths = {500, 500, 500, 500}};
+  const LayerDump layer = SyntheticLayer(shape, 1);
+  const FitOptions options = {.key_objective = KeyObjective::kQqt, .refine_steps = 0};
+  const auto fit = [&](const LayerDump& of) {
+    auto fitted = FitLayer(of, options, &pool_);
+    EXPECT_TRUE(fitted.ok()) << fitted.status();
+    return *std::move(fitted);
+  };
+  const FittedLayer before = fit(layer);
+  EXPECT_TRUE(before.report.reports_apart);
+  EXPECT_NE(before.report.reported_k.error, before.report.judged_k.error);
+  const LayerDump other = SyntheticLayer(shape, 2);
+  const auto replace = [&](size_t first_token, size_t end_token) {
+    LayerDump changed = layer;
+    const auto copy = [&](const std::vector<float>& from, size_t heads, std::vector<float>* to) {
+      std::copy(from.begin() + static_cast<ptrdiff_t>(first_token * heads * 64),
+                from.begin() + static_cast<ptrdiff_t>(end_token * heads * 64),
+                to->begin() + static_cast<ptrdiff_t>(first_token * heads * 64));
+    };
+    copy(other.q, 4, &changed.q);
+    copy(other.k, 2, &changed.k);
+    copy(other.v, 2, &changed.v);
+    return changed;
+  };
+  const FittedLayer judged = fit(replace(1000, 1500));
+  EXPECT_EQ(judged.rotation.r_k, before.rotation.r_k);
+  EXPECT_EQ(judged.rotation.r_v, before.rotation.r_v);
+  EXPECT_NE(judged.report.judged_k.error, before.report.judged_k.error);
+  const FittedLayer reported = fit(replace(1500, 2000));
+  EXPECT_EQ(reported.rotation.r_k, before.rotation.r_k);
+  EXPECT_EQ(reported.rotation.clip_rank_k, before.rotation.clip_rank_k);
+  EXPECT_EQ(reported.rotation.clip_rank_v, before.rotation.clip_rank_v);
+  EXPECT_EQ(reported.report.judged_k.error, before.report.judged_k.error);
+  EXPECT_NE(reported.report.promised_k.error, before.report.promised_k.error);
+  EXPECT_NE(fit(replace(0, 1000)).rotation.r_k, before.rotation.r_k);
 }
 
 TEST_F(FitTest, ScopeKvHeadGivesEachHeadItsOwnRotation) {
@@ -196,8 +236,8 @@ TEST_F(FitTest, ScopeLayerSharesOneClipRankAndScopeKvHeadHasItsOwn) {
   EXPECT_EQ(shared->report.clip_rank_v[0], shared->report.clip_rank_v[1]);
 }
 
-TEST_F(FitTest, ClipsAndDescentsLowerTheJudgedErrors) {
-  LayerDump layer = SyntheticLayer({.sequence_lengths = {1200, 1200}}, 4);
+TEST_F(FitTest, ClipsLowerTheJudgedErrorsAndDescentsDoNotRaiseThem) {
+  LayerDump layer = SyntheticLayer({.sequence_lengths = {900, 900, 900, 900}, .query_heads = 2}, 4);
   for (float& q : layer.q) q *= 0.0625f;  // Attention to many tokens, as in most real heads.
   const auto fit = [&](std::optional<double> clip, uint32_t steps) {
     const auto fitted = FitLayer(
@@ -208,13 +248,15 @@ TEST_F(FitTest, ClipsAndDescentsLowerTheJudgedErrors) {
   };
   const LayerReport off = fit(0.0, 1);  // One step: so that it is judged.
   const LayerReport plain = fit(std::nullopt, 0);
-  const LayerReport refined = fit(std::nullopt, 100);
+  const LayerReport refined = fit(std::nullopt, 50);
   EXPECT_LT(plain.judged_k.error, off.judged_k.error);
   EXPECT_LT(plain.judged_v.error, off.judged_v.error);
-  EXPECT_LT(refined.judged_k.error, 0.95 * plain.judged_k.error);
+  EXPECT_LE(refined.judged_k.error, plain.judged_k.error);
   EXPECT_LE(refined.judged_v.error, plain.judged_v.error);
   EXPECT_EQ(plain.refined, 0u);
-  EXPECT_GE(refined.refined, 1u);
+  // SearchTest has descents that help.
+  EXPECT_EQ(refined.refined > 0, refined.judged_k.error < plain.judged_k.error ||
+                                     refined.judged_v.error < plain.judged_v.error);
 }
 
 TEST_F(FitTest, WhereNothingIsHistoryThePublishedRatiosStand) {

@@ -19,26 +19,57 @@ constexpr uint32_t kDim = 64;
 constexpr uint32_t kTokens = 500;
 constexpr uint32_t kHistoryEnd = 448 - 256;  // What the last block, 448 to 499, sees in INT2.
 
-TEST(SplitWindowsTest, TheLastQuarterJudges) {
-  const HistoryWindows windows = SplitWindows({2048, 5000, 300, 400, 2048}, 100, 100);
+TEST(SplitWindowsTest, TheLastEighthReportsAndTheQuarterBeforeItJudges) {
+  const HistoryWindows windows = SplitWindows({2048, 5000, 300, 400, 2048, 2048, 700}, 100, 100);
   EXPECT_EQ(windows.shape.sink_tokens, 64u);
   EXPECT_EQ(windows.shape.recent_tokens, 256u);
-  // 2048; 2048, 2048, 904; none; 400; 2048.
-  ASSERT_THAT(windows.fit, SizeIs(5));
-  ASSERT_THAT(windows.judge, SizeIs(1));
-  EXPECT_EQ(windows.fit[3].first_token, 2048u + 4096);
-  EXPECT_EQ(windows.fit[3].tokens_count, 904u);
-  EXPECT_EQ(windows.fit[4].first_token, 2048u + 5000 + 300);
-  EXPECT_EQ(windows.judge[0].first_token, 2048u + 5000 + 300 + 400);
+  // 2048; 2048 and two of 1,984 behind the sink's 64, the last cut; none; 400; 2048; 2048; 700.
+  const std::vector<SequenceRange> fit = {{0, 2048},
+                                          {2048, 2048},
+                                          {2048 + 1984, 2048},
+                                          {2048 + 2 * 1984, 5000 - 2 * 1984},
+                                          {7348, 400}};
+  EXPECT_EQ(windows.fit, fit);
+  EXPECT_EQ(windows.judge, (std::vector<SequenceRange>{{7748, 2048}, {9796, 2048}}));
+  EXPECT_EQ(windows.report, (std::vector<SequenceRange>{{11844, 700}}));
+  EXPECT_TRUE(windows.reports_apart);
+  EXPECT_EQ(windows.fit_tokens, 7748u);
+}
+
+// What judges or reports begins behind what is fitted on, in the middle of a sequence too.
+TEST(SplitWindowsTest, NoTokenIsReadForTwoPurposes) {
+  for (const std::vector<uint32_t>& lengths : {std::vector<uint32_t>{20000},
+                                               {2048, 9000, 3000},
+                                               std::vector<uint32_t>(16, 2048),
+                                               {900, 900, 900}}) {
+    const HistoryWindows windows = SplitWindows(lengths, 100, 100);
+    ASSERT_FALSE(windows.fit.empty() || windows.judge.empty() || windows.report.empty());
+    uint32_t end = 0;
+    const auto in_order = [&](const std::vector<SequenceRange>& ranges) {
+      for (const SequenceRange& range : ranges) {
+        // The place of the sink in a later piece overlaps with the piece before it; it is not read.
+        EXPECT_GE(range.first_token + windows.shape.sink_tokens, end);
+        end = range.first_token + range.tokens_count;
+      }
+    };
+    in_order(windows.fit);
+    EXPECT_LE(end, windows.fit_tokens);
+    in_order(windows.judge);
+    EXPECT_TRUE(windows.reports_apart);
+    in_order(windows.report);
+  }
 }
 
 TEST(SplitWindowsTest, MaximaThinEvenly) {
   const HistoryWindows windows = SplitWindows(std::vector<uint32_t>(40, 400), 10, 5);
   ASSERT_THAT(windows.fit, SizeIs(10));
   ASSERT_THAT(windows.judge, SizeIs(5));
-  EXPECT_EQ(windows.fit[1].first_token, 3u * 400);
-  EXPECT_EQ(windows.judge[0].first_token, 30u * 400);
-  EXPECT_EQ(windows.judge[1].first_token, 32u * 400);
+  ASSERT_THAT(windows.report, SizeIs(5));
+  EXPECT_EQ(windows.fit[1].first_token, 2u * 400);
+  EXPECT_EQ(windows.judge[0].first_token, 25u * 400);
+  EXPECT_EQ(windows.judge[1].first_token, 27u * 400);
+  EXPECT_EQ(windows.report[4].first_token, 39u * 400);
+  EXPECT_EQ(windows.fit_tokens, 25u * 400);
 }
 
 TEST(SplitWindowsTest, ShortSequencesHaveNoBf16Windows) {
@@ -48,9 +79,18 @@ TEST(SplitWindowsTest, ShortSequencesHaveNoBf16Windows) {
   EXPECT_EQ(windows.fit[0].tokens_count, 100u);
   ASSERT_THAT(windows.judge, SizeIs(1));
   EXPECT_EQ(windows.judge[0].tokens_count, 65u);
+  EXPECT_FALSE(windows.reports_apart);
+  EXPECT_EQ(windows.report, windows.judge);
+  EXPECT_EQ(windows.fit_tokens, 224u);
   EXPECT_TRUE(SplitWindows({64, 3}, 9, 3).judge.empty());
+}
+
+TEST(SplitWindowsTest, OneWindowServesAllPurposes) {
   const HistoryWindows one = SplitWindows({500}, 9, 3);
-  EXPECT_EQ(one.fit[0].first_token, one.judge[0].first_token);
+  EXPECT_EQ(one.fit, one.judge);
+  EXPECT_EQ(one.fit, one.report);
+  EXPECT_FALSE(one.reports_apart);
+  EXPECT_EQ(one.fit_tokens, 500u);
 }
 
 // One head over one window by the schoolbook, float64, with some rows of history replaced.
@@ -107,10 +147,21 @@ TEST_F(SchoolbookTest, RowsAreThoseThatSomeQuerySeesInInt2) {
   }
 }
 
+void ExpectOfTraceDim(const std::vector<float>& measured, const std::vector<double>& expected) {
+  ASSERT_THAT(measured, SizeIs(kDim * kDim));
+  double trace = 0;
+  for (size_t i = 0; i < kDim; ++i) trace += expected[i * kDim + i];
+  for (size_t i = 0; i < measured.size(); ++i) {
+    EXPECT_NEAR(measured[i], expected[i] * kDim / trace, 2e-3) << i;
+  }
+}
+
 TEST_F(SchoolbookTest, WeightsAreSquaredInfluences) {
   for (const KvTensor tensor : {KvTensor::kKeys, KvTensor::kValues}) {
     std::vector<double> weights(kHistoryEnd - 64, 0.0);
     std::vector<double> masses(weights.size(), 0.0);
+    std::vector<double> metric(kDim * kDim, 0.0);
+    std::vector<double> mean_metric(kDim * kDim, 0.0);
     double shared = 0;
     for (const Rows& q : q_) {
       for (size_t n = 384; n < kTokens; ++n) {
@@ -120,6 +171,7 @@ TEST_F(SchoolbookTest, WeightsAreSquaredInfluences) {
         for (const double x : q[n]) q_norm += x * x / kDim;
         std::vector<double> together(kDim, 0.0);
         double mass = 0;
+        double felt_sum = 0;
         for (size_t t = 64; t <= n; ++t) {
           if (!IsHistory(n, t)) continue;
           double apart = 0;
@@ -131,6 +183,14 @@ TEST_F(SchoolbookTest, WeightsAreSquaredInfluences) {
           weights[t - 64] += felt * felt;
           masses[t - 64] += felt;
           mass += p[t];
+          felt_sum += p[t] * p[t] * apart;
+        }
+        double moved = 0;
+        for (const double x : together) moved += x * x;
+        for (size_t i = 0; i < metric.size(); ++i) {
+          const double square = q[n][i / kDim] * q[n][i % kDim];
+          metric[i] += felt_sum * square;
+          mean_metric[i] += moved * square;
         }
         if (tensor == KvTensor::kValues) {
           shared += mass * mass;
@@ -153,6 +213,13 @@ TEST_F(SchoolbookTest, WeightsAreSquaredInfluences) {
       EXPECT_NEAR(measured.masses[i], share, 1e-3 * std::max(share, 1.0 / 128)) << i;
     }
     EXPECT_NEAR(measured.mean_factor, shared / weights_sum, 2e-3 * shared / weights_sum);
+    if (tensor == KvTensor::kValues) {
+      EXPECT_THAT(measured.metric, SizeIs(0));
+      EXPECT_THAT(measured.mean_metric, SizeIs(0));
+      continue;
+    }
+    ExpectOfTraceDim(measured.metric, metric);
+    ExpectOfTraceDim(measured.mean_metric, mean_metric);
   }
 }
 
@@ -192,6 +259,52 @@ TEST_F(SchoolbookTest, TheJudgeComparesOutputs) {
     ASSERT_TRUE(every_second.ok());
     EXPECT_LT(every_second->signal, judged->signal);
     EXPECT_GT(every_second->signal, 0);
+  }
+}
+
+// |v - o|^2 of values that differ little from each other and much from 0: their squares and
+// products agree to more digits than fp32 has.
+TEST(HeadHistoryTest, KeysWeighTheSameWhereverTheValuesLie) {
+  LayerDump layer = SyntheticLayer({.sequence_lengths = {kTokens}}, 5);
+  const auto weights = [&] {
+    return HeadHistory(layer, 0, {}, {{.first_token = 0, .tokens_count = kTokens}}, 0).Weights(1);
+  };
+  // Sums that bf16 holds exactly.
+  for (float& v : layer.v) v = std::round(v * 4);
+  for (float& v : layer.v) v = std::min(std::max(v, -60.0f), 60.0f);
+  const RowWeights near = weights().keys;
+  for (float& v : layer.v) v += 192;
+  const RowWeights far = weights().keys;
+  ASSERT_EQ(near.weights.size(), far.weights.size());
+  for (size_t i = 0; i < near.weights.size(); ++i) {
+    EXPECT_NEAR(far.weights[i], near.weights[i], 0.02 * near.weights[i] + 1e-6) << i;
+  }
+}
+
+// A later piece of a sequence attends to the sequence's own sink, not to 64 rows of its middle.
+TEST(HeadHistoryTest, ALaterPieceHasTheSinkOfItsSequence) {
+  const LayerDump layer = SyntheticLayer({.sequence_lengths = {100, 1300}}, 5);
+  const SequenceRange piece = {.first_token = 100 + 640, .tokens_count = 600};
+  // The same by hand: a layer that is the sink and what follows the piece's first 64 tokens.
+  const LayerDump joined = [&] {
+    LayerDump copy = ExtractRanges(layer, {{100, 64}, {piece.first_token + 64, 536}});
+    copy.sequence_lengths = {600};
+    return copy;
+  }();
+  const HeadHistory in_place(layer, 1, {}, {piece}, 1);
+  const HeadHistory by_hand(joined, 1, {}, {{0, 600}}, 1);
+  const HeadHistory without(ExtractRanges(layer, {piece}), 1, {}, {{0, 600}}, 1);
+  const std::vector<uint16_t> r = RoundToBf16(Hadamard(kDim));
+  const RowCodec codec{.rotation = r.data(), .group_size = 64, .clip_rank = 57};
+  for (const KvTensor tensor : {KvTensor::kKeys, KvTensor::kValues}) {
+    EXPECT_EQ(in_place.Rows(tensor).rows, by_hand.Rows(tensor).rows);
+    const auto judged = in_place.Judge(tensor, codec);
+    const auto expected = by_hand.Judge(tensor, codec);
+    const auto other = without.Judge(tensor, codec);
+    ASSERT_TRUE(judged.ok() && expected.ok() && other.ok());
+    EXPECT_EQ(judged->error, expected->error);
+    EXPECT_EQ(judged->signal, expected->signal);
+    EXPECT_NE(judged->signal, other->signal);
   }
 }
 

@@ -108,6 +108,43 @@ TEST(RefineWeightsTest, AMeanFactorLowersWhatRowsLoseTogether) {
   EXPECT_LT(shared(100), 0.5 * shared(0));
 }
 
+// Heads that share a rotation: each counts, and those that agree do not outvote the others by size.
+TEST(RefineHeadsTest, ASharedRotationServesAllOfItsHeads) {
+  const RowSample first = SpikedRows(kDim, 800, 3, 1);
+  const RowSample second = SpikedRows(kDim, 800, 3, 99);
+  RowSample loud = second;  // The same rows 64 times as large: their error is 4,096 times that.
+  for (uint16_t& x : loud.rows) x = FloatToBf16(64 * Bf16ToFloat(x));
+  const RowWeights weights = Even(first);
+  const auto refined = [&](const std::vector<WeightedRows>& heads) {
+    return RefineRotation(Hadamard(kDim), heads, 56, {.group_size = kDim, .steps = 200});
+  };
+  const auto error = [&](const Matrix& rotation, const RowSample& rows) {
+    return Error(rotation, rows, weights, kDim, 56);
+  };
+  const Matrix shared = refined({{&first, &weights}, {&second, &weights}});
+  EXPECT_LT(error(shared, first), 0.97 * error(Hadamard(kDim), first));
+  EXPECT_LT(error(shared, second), 0.97 * error(Hadamard(kDim), second));
+  const Matrix of_second = refined({{&second, &weights}});
+  EXPECT_LT(error(shared, first), 0.97 * error(of_second, first));
+  const Matrix with_loud = refined({{&first, &weights}, {&loud, &weights}});
+  EXPECT_NEAR(error(with_loud, first), error(shared, first), 0.03 * error(shared, first));
+}
+
+TEST(RefineHeadsTest, FewRowsAreDrawnAgainAndAgain) {
+  for (const uint32_t rows_count : {1u, 2u, 5u}) {
+    const RowSample rows = SpikedRows(kDim, rows_count, 3, 7);
+    const RowWeights weights = Even(rows);
+    const WeightedRows head{.rows = &rows, .weights = &weights};
+    const Matrix refined =
+        RefineRotation(Hadamard(kDim), {&head, 1}, 56, {.group_size = kDim, .steps = 300});
+    EXPECT_LT(OrthogonalityErrorOf(refined, kDim), 1e-9);
+    // So few rows fit into four levels nearly as they are.
+    EXPECT_LT(Error(refined, rows, weights, kDim, 56),
+              0.5 * Error(Hadamard(kDim), rows, weights, kDim, 56))
+        << rows_count;
+  }
+}
+
 TEST(RefineEdgeTest, RowsWithoutAFiniteGradientOrWithoutLossLeaveTheRotation) {
   for (const uint16_t value : {uint16_t{0}, FloatToBf16(3e38f)}) {
     RowSample rows{.dim = kDim, .rows = std::vector<uint16_t>(10 * kDim, value)};

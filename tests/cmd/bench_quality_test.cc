@@ -107,7 +107,7 @@ TEST_F(QualityTest, WhatTheModelTextOrFormatCannotDoIsNamed) {
     o->recall_passages = 2;
   });
   refused("recent window of 'mixed@64/512'", [](Options* o) {
-    o->windows = {{64, 512}};
+    o->windows = {{64, 64}, {64, 512}};
     o->recall_tokens = 512;
     o->recall_passages = 2;
   });
@@ -186,6 +186,17 @@ TEST_F(QualityTest, Bf16AgainstItselfHasNoGapAndOtherFiguresAreThoseOfNll) {
   EXPECT_EQ(int2.gap.low, nll->gap.at("mixed").low);
   EXPECT_EQ(report.variants[3].gap.high, nll->gap.at("none").high);
   EXPECT_EQ(report.tokens, nll->tokens);
+  // 511 tokens: seven blocks and a last one, of which one is sink and one recent.
+  EXPECT_EQ(nll->history_tokens, 5u * 64);
+  EXPECT_EQ(int2.bits.history_tokens, 5u * 64);
+  EXPECT_EQ(report.variants[4].bits.history_tokens, 0u);
+  const auto all_bf16 = RunNll({.windows = options.text,
+                                .rotations = options.rotations,
+                                .sink_tokens = 64,
+                                .recent_tokens = 448});
+  ExpectInvalid(all_bf16.status(), "--window 512: no token would be read from INT2");
+  options.windows = {{64, 448}};
+  ExpectInvalid(RunQuality(options).status(), "--window 512: no token would be read from INT2");
   // All pairs of the four variants; none of another sign than its gaps.
   ASSERT_EQ(report.differences.size(), 6u);
   EXPECT_EQ(report.differences[0].a, "mixed@64/1048576");
@@ -215,6 +226,7 @@ TEST_F(QualityTest, ControlsWithLessOfAWindowAreWorseAndEightBitsAreBetter) {
   EXPECT_EQ(report.verdicts[2].name, "control-int8");
   EXPECT_TRUE(report.verdicts[2].held);
   EXPECT_LT(report.verdicts[2].kl_ratio, 0.1);
+  EXPECT_EQ(report.verdicts[2].gap.mean, int8.gap.mean);
   EXPECT_EQ(report.variants[0].recall.agreement.low, 1);
   EXPECT_LT(reference.recall.agreement.mean, 1);
   EXPECT_THAT(report.ToTable(), HasSubstr("control-int8     must pass       held"));

@@ -80,6 +80,26 @@ TEST_F(RotationRegistryTest, PublishingTheSameSetAgainIsAlreadyKnown) {
   EXPECT_EQ(registry_->rotations_count(), 1u);
 }
 
+TEST_F(RotationRegistryTest, ALaterPromiseForTheSameRotationsTakesTheEarliersPlace) {
+  RotationSet set = SmallRotations("hadamard", 2);
+  const std::string silent = set.Serialize();
+  ASSERT_TRUE(registry_->Publish(silent).ok());
+  set.promised_error_k = set.promised_error_v = {0.25f, 0.5f};
+  ASSERT_TRUE(registry_->Publish(set.Serialize()).ok());
+  set.promised_error_k = {0.125f, 0.5f};
+  const std::string last = set.Serialize();
+  EXPECT_TRUE(registry_->Publish(last)->already_known);
+  EXPECT_TRUE(registry_->Publish(silent)->already_known);  // Takes no promise away.
+  for (int life = 0; life < 2; ++life) {
+    const auto got = registry_->Get(set.hash());
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_EQ(*got, last);
+    EXPECT_EQ(registry_->List("")[0].file_bytes, last.size());
+    Reopen();
+  }
+  EXPECT_EQ(registry_->rotations_count(), 1u);
+}
+
 TEST_F(RotationRegistryTest, ListIsByModelInOrderOfPublication) {
   RotationSet set = SmallRotations("none", 0);
   ASSERT_TRUE(registry_->Publish(set.Serialize()).ok());

@@ -58,7 +58,8 @@ const std::vector<Home>& LibraryHomes() {
       {"grpc/", {"client/", "control_plane/", "cache_node/", "cmd/"}},
       {"prometheus/", {"client/", "control_plane/", "cache_node/", "cmd/"}},
       {"hwy/", {"kernels/", "cmd/engine/"}},
-      {"cuda", {"kernels/", "client/", "cache_node/", "cmd/"}},
+      {"cuda", {"kernels/", "client/", "cache_node/", "calib/", "cmd/"}},
+      {"cublas", {"calib/cuda/", "cmd/bench/"}},
       {"nccl", {"client/", "calib/", "cmd/"}},
   };
   return homes;

@@ -99,11 +99,39 @@ TEST_F(AttendCudaTest, MatchesFloat64WithEveryOptionAndSeveralQueryTokens) {
   }
 }
 
-TEST_F(AttendCudaTest, MatchesFloat64WithOtherWindows) {
+// 9 to 16 query rows a KV head at head_dim 128 with one scale a row are another kernel on sm_90a,
+// and more than 16 are several pairs of it.
+TEST_F(AttendCudaTest, MatchesFloat64WithSixteenQueryRowsAndEveryOption) {
+  for (const uint32_t tokens : {1u, 2u, 3u, 4u, 8u}) {
+    for (const uint32_t group : {4u, 5u, 16u}) {
+      for (const uint32_t window : {0u, 500u}) {
+        AttendCaseOptions options;
+        options.shape = Shape(2 * group, 2, 128, 128);
+        options.shape.query_tokens = tokens;
+        options.shape.sliding_window = window;
+        options.lengths = kRagged;
+        options.layers_count = 2;
+        options.rotation_heads = 2;
+        options.query_sigma = 4.0f;
+        options.logit_softcap = tokens % 2 == 1 ? 20.0f : 0.0f;
+        options.sink_logits = tokens != 2;
+        options.early_history = tokens == 8;
+        ExpectRight(options, "tokens " + std::to_string(tokens) + " GQA " + std::to_string(group) +
+                                 " window " + std::to_string(window));
+      }
+    }
+  }
+}
+
+class AttendCudaWindowTest : public AttendCudaTest,
+                             public ::testing::WithParamInterface<uint32_t> {};
+
+TEST_P(AttendCudaWindowTest, MatchesFloat64WithOtherWindows) {
+  const uint32_t group = GetParam();
   for (const uint32_t sinks : {0u, 1u, 2u}) {
     for (const uint32_t recent : {0u, 1u, 16u}) {
       AttendCaseOptions options;
-      options.shape = Shape(8, 2, 128, 128);
+      options.shape = Shape(2 * group, 2, 128, 128);
       options.shape.sink_blocks = sinks;
       options.shape.recent_blocks = recent;
       options.shape.ring_blocks = recent + 1;
@@ -113,9 +141,11 @@ TEST_F(AttendCudaTest, MatchesFloat64WithOtherWindows) {
   }
 }
 
+INSTANTIATE_TEST_SUITE_P(QueryGroups, AttendCudaWindowTest, ::testing::Values(4u, 16u));
+
 TEST_F(AttendCudaTest, MatchesFloat64WithLongAndPeakySequencesCutOverManyBlocks) {
   for (const float sigma : {1.0f, 8.0f, 16.0f}) {
-    for (const uint32_t query_heads : {32u, 64u}) {
+    for (const uint32_t query_heads : {32u, 64u, 128u}) {
       AttendCaseOptions options;
       options.shape = Shape(query_heads, 8, 128, 128);
       options.lengths = {100003, 20000, 1};
@@ -126,9 +156,24 @@ TEST_F(AttendCudaTest, MatchesFloat64WithLongAndPeakySequencesCutOverManyBlocks)
   }
 }
 
+// Fewer pairs than thread blocks: some blocks have no work, a pair is merged from many, and in a
+// short piece some warps have no unit, hence no sums.
+TEST_F(AttendCudaTest, MatchesFloat64WithFewPairsInManyBlocks) {
+  for (const uint32_t group : {4, 8, 16}) {
+    for (const std::vector<int32_t>& lengths : std::vector<std::vector<int32_t>>{
+             {1}, {65}, {700}, {5000}, {32768}, {40, 33000}, {1000, 0, 9000}}) {
+      ExpectRight({.shape = Shape(8 * group, 8, 128, 128),
+                   .lengths = lengths,
+                   .early_history = lengths.size() == 1},
+                  "query group " + std::to_string(group) + ", " + std::to_string(lengths.size()) +
+                      " requests, the last of " + std::to_string(lengths.back()) + " tokens");
+    }
+  }
+}
+
 TEST_F(AttendCudaTest, MatchesFloat64WithZeroTinyAndHugeScales) {
   for (const uint32_t group_size : {128u, 32u}) {
-    for (const uint32_t group : {4u, 8u}) {
+    for (const uint32_t group : {4u, 8u, 16u}) {
       AttendCaseOptions options;
       options.shape = Shape(2 * group, 2, 128, group_size);
       options.lengths = kRagged;

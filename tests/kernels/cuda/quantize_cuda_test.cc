@@ -27,7 +27,7 @@ std::vector<uint16_t> MixedRows(Lcg* lcg, size_t rows_count, uint32_t dim) {
     const uint32_t kind = lcg->Next() % 12;
     for (uint32_t c = 0; c < dim; ++c) {
       const uint32_t bits = lcg->Next();
-      const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+      const uint16_t sign = static_cast<uint16_t>(bits >> 15 & 0x8000);  // Of 31 bits
       if (kind == 0) row[c] = sign | (bits & 0x00ff);                 // About the smallest normal
       if (kind == 1) row[c] = FloatToBf16((bits % 7) * 0.5f - 1.5f);  // Ties
       if (kind == 2) row[c] = sign | (0x3f80 + 128 * (bits % 50));    // 50 binades
@@ -198,6 +198,69 @@ TEST_F(QuantizeCudaTest, EveryClipRankIsExact) {
       data.rank_k[h] = 2 * h;
       data.rank_v[h] = 2 * h + 1;
     }
+    const std::vector<uint8_t> expected = data.Expected();
+    const Launch launch(data);
+    ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
+    Wait();
+    ExpectSamePages(launch.Pages(), expected, c);
+  }
+}
+
+// Rows whose magnitudes lie within so many steps of bf16 below the largest: what the search for the
+// threshold takes its short way on, up to 255. A few rows with a wider range send it the long way.
+TEST_F(QuantizeCudaTest, EveryClipRankIsExactInRowsOfEverySpread) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t spread : {1u, 2u, 30u, 127u, 128u, 254u, 255u, 256u, 257u, 600u}) {
+      const Case c = {.layers = 1, .heads = dim / 2, .dim = dim, .group = dim, .blocks = 1};
+      Data data(c, dim + spread);
+      Lcg lcg(spread * 7 + dim);
+      for (std::vector<uint16_t>* rows : {&data.k, &data.v}) {
+        for (size_t at = 0; at < rows->size(); at += dim) {
+          const uint32_t largest = 0x0400 + spread + lcg.Next() % 0x7000;
+          for (uint32_t ch = 0; ch < dim; ++ch) {
+            const uint32_t bits = lcg.Next();
+            (*rows)[at + ch] =
+                static_cast<uint16_t>((bits >> 15 & 0x8000) | (largest - bits % (spread + 1)));
+          }
+          (*rows)[at + lcg.Next() % dim] = static_cast<uint16_t>(largest);
+          (*rows)[at + lcg.Next() % dim] = static_cast<uint16_t>(0x8000 | (largest - spread));
+        }
+      }
+      for (uint32_t h = 0; h < c.heads; ++h) {
+        data.rank_k[h] = 2 * h;
+        data.rank_v[h] = 2 * h + 1;
+      }
+      SCOPED_TRACE(testing::Message() << "d " << dim << ", spread " << spread);
+      const std::vector<uint8_t> expected = data.Expected();
+      const Launch launch(data);
+      ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
+      Wait();
+      ExpectSamePages(launch.Pages(), expected, c);
+    }
+  }
+}
+
+// What a model's rows look like: normal, with outliers, a scale of its own each; usual ranks.
+TEST_F(QuantizeCudaTest, NormalRowsOfManyScalesHaveTheBytesOfTheScalarTwin) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    const Case c = {.layers = 1, .heads = 8, .dim = dim, .group = dim, .blocks = 16};
+    Data data(c, dim + 99);
+    Lcg lcg(dim);
+    for (std::vector<uint16_t>* rows : {&data.k, &data.v}) {
+      *rows = RandomBf16(&lcg, rows->size(), 1.0f);
+      for (size_t at = 0; at < rows->size(); at += dim) {
+        const float scale = std::ldexp(1.0f, static_cast<int>(lcg.Next() % 200) - 100);
+        for (uint32_t ch = 0; ch < dim; ++ch) {
+          (*rows)[at + ch] = FloatToBf16(Bf16ToFloat((*rows)[at + ch]) * scale);
+        }
+        if (lcg.Next() % 64 == 0) (*rows)[at + 5] = FloatToBf16(17.0f * scale);
+      }
+    }
+    for (uint32_t h = 0; h < c.heads; ++h) {
+      data.rank_k[h] = dim - 1 - h;
+      data.rank_v[h] = dim - 1 - 2 * h;
+    }
+    SCOPED_TRACE(dim);
     const std::vector<uint8_t> expected = data.Expected();
     const Launch launch(data);
     ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
