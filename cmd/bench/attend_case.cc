@@ -2,15 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
-#include <numeric>
 #include <random>
 
 #include "cmd/bench/attend_case_kernels.h"
+#include "cmd/bench/case_memory.h"
 #include "cmd/bench/drawn_rows.h"
-#include "kernels/cuda/device_buffer.h"
 #include "proto/bf16.h"
 #include "proto/int2_layout.h"
 
@@ -18,51 +15,6 @@ namespace okv::cuda {
 namespace {
 
 constexpr uint32_t kTokens = 64;
-
-void Must(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-// A random orthogonal matrix: a product of Householder reflections, rounded to bf16.
-std::vector<uint16_t> RandomRotation(uint32_t dim, std::mt19937_64* random) {
-  std::vector<double> matrix(size_t{dim} * dim, 0.0);
-  for (uint32_t i = 0; i < dim; ++i) matrix[size_t{i} * dim + i] = 1.0;
-  std::normal_distribution<double> normal;
-  std::vector<double> v(dim);
-  for (int reflection = 0; reflection < 12; ++reflection) {
-    double norm = 0.0;
-    for (double& x : v) {
-      x = normal(*random);
-      norm += x * x;
-    }
-    for (uint32_t row = 0; row < dim; ++row) {
-      double* line = &matrix[size_t{row} * dim];
-      double dot = 0.0;
-      for (uint32_t c = 0; c < dim; ++c) dot += line[c] * v[c];
-      for (uint32_t c = 0; c < dim; ++c) line[c] -= 2.0 * dot / norm * v[c];
-    }
-  }
-  std::vector<uint16_t> result(matrix.size());
-  for (size_t i = 0; i < matrix.size(); ++i) result[i] = FloatToBf16(static_cast<float>(matrix[i]));
-  return result;
-}
-
-DeviceBuffer Allocate(size_t bytes) {
-  DeviceBuffer buffer;
-  Must(buffer.Allocate(std::max<size_t>(bytes, 16)), "cudaMalloc");
-  return buffer;
-}
-
-template <class Element>
-DeviceBuffer Upload(const std::vector<Element>& values) {
-  DeviceBuffer buffer = Allocate(values.size() * sizeof(Element));
-  Must(cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(Element),
-                  cudaMemcpyHostToDevice),
-       "cudaMemcpy");
-  return buffer;
-}
 
 uint32_t BlocksOf(int32_t length) {
   return (static_cast<uint32_t>(length) + kTokens - 1) / kTokens;
@@ -99,11 +51,11 @@ AttendCase::AttendCase(const AttendCaseOptions& options)
   std::normal_distribution<float> normal;
   for (float& sink : sinks) sink = 2.0f + 3.0f * normal(random);
   b.sink_logits = Upload(sinks);
-  b.out = Allocate(rows * shape.head_dim * 2);
-  b.lse = Allocate(rows * sizeof(float));
+  b.out = AllocateOrExit(rows * shape.head_dim * 2);
+  b.lse = AllocateOrExit(rows * sizeof(float));
   const size_t workspace_bytes = DecodeWorkspaceBytes(shape);
   if (workspace_bytes == 0) Must(cudaErrorInvalidValue, "DecodeWorkspaceBytes");
-  b.workspace = Allocate(workspace_bytes);
+  b.workspace = AllocateOrExit(workspace_bytes);
   Must(cudaMemset(b.workspace.data(), 0xff, workspace_bytes), "cudaMemset");
   for (uint32_t layer = 0; layer < options_.layers_count; ++layer) {
     Must(PoisonTails(Params(layer), nullptr), "PoisonTails");
@@ -126,7 +78,7 @@ void AttendCase::MakeQueries(std::mt19937_64* random) {
   b.r_k = Upload(r_k);
   b.r_v = Upload(r_v);
   const size_t rows = size_t{shape.batch} * shape.query_tokens * shape.query_heads;
-  b.q = Allocate(rows * shape.head_dim * 2);
+  b.q = AllocateOrExit(rows * shape.head_dim * 2);
   if (options_.draws != nullptr) {
     DrawnRows(*options_.draws, Layout(), (*random)())
         .FillQueries(b.q.as<__nv_bfloat16>(), rows, options_.query_sigma);
@@ -154,13 +106,7 @@ void AttendCase::MakePages(std::mt19937_64* random) {
   uint32_t int2_blocks = 3;
   for (const int32_t length : options_.lengths) int2_blocks += BlocksOf(length);
   const uint32_t bf16_blocks = static_cast<uint32_t>(shape.batch * b.bf16_table_stride) + 3;
-  const auto slots_of = [&](uint32_t count) {
-    std::vector<int32_t> slots(count);
-    std::iota(slots.begin(), slots.end(), 0);
-    std::shuffle(slots.begin(), slots.end(), *random);
-    return slots;
-  };
-  const std::vector<int32_t> int2_slots = slots_of(int2_blocks);
+  const std::vector<int32_t> int2_slots = ShuffledSlots(static_cast<int32_t>(int2_blocks), random);
   std::vector<int32_t> int2_table(shape.batch * b.int2_table_stride, -1);
   size_t next = 0;
   for (uint32_t i = 0; i < shape.batch; ++i) {
@@ -168,15 +114,15 @@ void AttendCase::MakePages(std::mt19937_64* random) {
       int2_table[i * b.int2_table_stride + j] = int2_slots[next++];
     }
   }
-  std::vector<int32_t> bf16_table = slots_of(bf16_blocks);
+  std::vector<int32_t> bf16_table = ShuffledSlots(static_cast<int32_t>(bf16_blocks), random);
   b.int2_table = Upload(int2_table);
   b.bf16_table = Upload(bf16_table);
   b.lengths = Upload(options_.lengths);
 
   const size_t int2_block = b.int2_run * shape.kv_heads * options_.layers_count;
   const size_t bf16_block = b.bf16_run * shape.kv_heads * options_.layers_count;
-  b.int2_pages = Allocate(int2_block * int2_blocks);
-  b.bf16_pages = Allocate(bf16_block * bf16_blocks);
+  b.int2_pages = AllocateOrExit(int2_block * int2_blocks);
+  b.bf16_pages = AllocateOrExit(bf16_block * bf16_blocks);
   FillPages(int2_blocks, bf16_blocks, random);
   for (size_t i = next; i < int2_slots.size(); ++i) {
     Must(cudaMemset(b.int2_pages.data() + int2_slots[i] * int2_block, 0xff, int2_block),
@@ -271,9 +217,9 @@ AttendError AttendCase::Check(uint32_t layer) const {
 
   const int32_t longest = *std::max_element(options_.lengths.begin(), options_.lengths.end());
   const int64_t scores_stride = std::max<int64_t>(longest, 1);
-  const DeviceBuffer scores = Allocate(rows * scores_stride * sizeof(double));
-  const DeviceBuffer expected = Allocate(elements * sizeof(double));
-  const DeviceBuffer expected_lse = Allocate(rows * sizeof(double));
+  const DeviceBuffer scores = AllocateOrExit(rows * scores_stride * sizeof(double));
+  const DeviceBuffer expected = AllocateOrExit(elements * sizeof(double));
+  const DeviceBuffer expected_lse = AllocateOrExit(rows * sizeof(double));
   const ReferenceParams reference = {.decode = params,
                                      .scores = scores.as<double>(),
                                      .scores_stride = scores_stride,

@@ -4,12 +4,13 @@
 #include <cuda_bf16.h>
 
 #include "cmd/bench/attend_case_kernels.h"
+#include "cmd/bench/reference_attention.cuh"
 #include "proto/int2_layout.h"
 
 namespace okv::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kReferenceThreads;
 constexpr int kTokens = 64;
 
 __device__ uint64_t Hash(uint64_t x) {
@@ -103,79 +104,13 @@ struct Element {
       const __nv_bfloat16* run = Bf16Run(params, request, block, kv_head);
       return __bfloat162float(run[((is_value ? kTokens : 0) + inside) * head_dim + channel]);
     }
-    const uint32_t groups = head_dim / params.shape.group_size;
     const int64_t slot = params.int2_table[request * params.int2_table_stride + block - sinks];
+    const uint32_t groups = head_dim / params.shape.group_size;
     const uint8_t* run = params.int2_pages + slot * params.int2_block_stride +
                          static_cast<int64_t>(kv_head) * int2::RunBytes(head_dim, groups);
-    const uint32_t group = channel / params.shape.group_size;
-    const int2::CodePosition at = is_value ? int2::ValueCode(head_dim, inside, channel)
-                                           : int2::KeyCode(head_dim, inside, channel);
-    const uint32_t word_at = is_value ? int2::ValueParams(head_dim, groups, inside, group)
-                                      : int2::KeyParams(head_dim, groups, inside, group);
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(run + word_at);
-    const double scale = __uint_as_float(word << 16);
-    const double offset = __uint_as_float(word & 0xffff0000u);
-    return offset + scale * (run[at.byte] >> at.shift & 3);
+    return PageValue(run, {head_dim, params.shape.group_size}, inside, channel, is_value);
   }
 };
-
-__device__ double Reduce(double value, bool maximum, double* shared) {
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (static_cast<int>(threadIdx.x) < half) {
-      const double other = shared[threadIdx.x + half];
-      shared[threadIdx.x] =
-          maximum ? fmax(shared[threadIdx.x], other) : shared[threadIdx.x] + other;
-    }
-    __syncthreads();
-  }
-  const double result = shared[0];
-  __syncthreads();
-  return result;
-}
-
-// x R (or x R^T) of one row: x in shared memory, this thread's channel of the result.
-__device__ double Rotate(const double* x, const __nv_bfloat16* r, int head_dim, bool transpose) {
-  double sum = 0.0;
-  const int channel = threadIdx.x;
-  for (int k = 0; k < head_dim; ++k) {
-    const int at = transpose ? channel * head_dim + k : k * head_dim + channel;
-    sum += x[k] * __bfloat162float(r[at]);
-  }
-  return sum;
-}
-
-// Fills `scores` with exp(score - maximum); returns maximum and sum.
-__device__ double2 Softmax(const Element& element, const double* query, int head, double* scores,
-                           double* reduce) {
-  const DecodeParams& decode = element.params;
-  const int head_dim = decode.shape.head_dim;
-  double largest = -INFINITY;
-  for (int token = threadIdx.x; token <= element.position; token += kThreads) {
-    double score = -INFINITY;
-    if (element.Visible(token)) {
-      score = 0.0;
-      for (int c = 0; c < head_dim; ++c) score += query[c] * element.Get(token, c, false);
-      score *= decode.softmax_scale;
-      if (decode.logit_softcap > 0.0f) {
-        score = decode.logit_softcap * tanh(score / decode.logit_softcap);
-      }
-    }
-    scores[token] = score;
-    largest = fmax(largest, score);
-  }
-  largest = Reduce(largest, true, reduce);
-  if (decode.sink_logits != nullptr) largest = fmax(largest, double{decode.sink_logits[head]});
-  double sum = 0.0;
-  for (int token = threadIdx.x; token <= element.position; token += kThreads) {
-    scores[token] = exp(scores[token] - largest);
-    sum += scores[token];
-  }
-  sum = Reduce(sum, false, reduce);
-  if (decode.sink_logits != nullptr) sum += exp(decode.sink_logits[head] - largest);
-  return {largest, sum};
-}
 
 // One block a query row.
 __global__ void ReferenceKernel(const ReferenceParams params) {
@@ -203,7 +138,7 @@ __global__ void ReferenceKernel(const ReferenceParams params) {
   if (has_channel) row_values[channel] = rotated;
   __syncthreads();
   double* scores = params.scores + row * params.scores_stride;
-  const double2 softmax = Softmax(element, row_values, head, scores, reduce);
+  const double2 softmax = Softmax(element, decode, head_dim, row_values, head, scores, reduce);
 
   double output = 0.0;
   if (has_channel && softmax.y > 0.0) {

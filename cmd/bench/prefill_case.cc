@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <numeric>
 
 #include "cmd/bench/attend_case_kernels.h"
+#include "cmd/bench/case_memory.h"
 #include "cmd/bench/prefill_case_kernels.h"
-#include "kernels/cuda/device_buffer.h"
 #include "proto/bf16.h"
 #include "proto/int2_layout.h"
 
@@ -19,70 +16,12 @@ constexpr int32_t kTokens = 64;
 // Rows of q and out behind those of all requests, which nobody may write.
 constexpr uint32_t kSpareRows = 3;
 
-void Must(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-// A random orthogonal matrix: a product of Householder reflections, rounded to bf16.
-void AppendRandomRotation(uint32_t dim, std::mt19937_64* random, std::vector<uint16_t>* to) {
-  std::vector<double> matrix(size_t{dim} * dim, 0.0);
-  for (uint32_t i = 0; i < dim; ++i) matrix[size_t{i} * dim + i] = 1.0;
-  std::normal_distribution<double> normal;
-  std::vector<double> v(dim);
-  for (int reflection = 0; reflection < 12; ++reflection) {
-    double norm = 0.0;
-    for (double& x : v) {
-      x = normal(*random);
-      norm += x * x;
-    }
-    for (uint32_t row = 0; row < dim; ++row) {
-      double* line = &matrix[size_t{row} * dim];
-      double dot = 0.0;
-      for (uint32_t c = 0; c < dim; ++c) dot += line[c] * v[c];
-      for (uint32_t c = 0; c < dim; ++c) line[c] -= 2.0 * dot / norm * v[c];
-    }
-  }
-  for (const double x : matrix) to->push_back(FloatToBf16(static_cast<float>(x)));
-}
-
-DeviceBuffer Allocate(size_t bytes) {
-  DeviceBuffer buffer;
-  Must(buffer.Allocate(std::max<size_t>(bytes, 16)), "cudaMalloc");
-  return buffer;
-}
-
-template <class Element>
-DeviceBuffer Upload(const std::vector<Element>& values) {
-  DeviceBuffer buffer = Allocate(values.size() * sizeof(Element));
-  Must(cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(Element),
-                  cudaMemcpyHostToDevice),
-       "cudaMemcpy");
-  return buffer;
-}
-
-template <class Element>
-std::vector<Element> Download(const DeviceBuffer& buffer, size_t count) {
-  std::vector<Element> values(count);
-  Must(cudaMemcpy(values.data(), buffer.data(), count * sizeof(Element), cudaMemcpyDeviceToHost),
-       "cudaMemcpy");
-  return values;
-}
-
 int32_t BlocksOf(int32_t length) { return (length + kTokens - 1) / kTokens; }
 
 std::vector<int32_t> StartsOf(const std::vector<int32_t>& new_tokens) {
   std::vector<int32_t> starts = {0};
   for (const int32_t count : new_tokens) starts.push_back(starts.back() + count);
   return starts;
-}
-
-std::vector<int32_t> ShuffledSlots(int32_t count, std::mt19937_64* random) {
-  std::vector<int32_t> slots(count);
-  std::iota(slots.begin(), slots.end(), 0);
-  std::shuffle(slots.begin(), slots.end(), *random);
-  return slots;
 }
 
 }  // namespace
@@ -116,14 +55,16 @@ PrefillCase::PrefillCase(const PrefillCaseOptions& options)
   std::vector<uint16_t> r_k;
   std::vector<uint16_t> r_v;
   for (uint32_t head = 0; head < options_.rotation_heads; ++head) {
-    AppendRandomRotation(shape.head_dim, &random, &r_k);
-    AppendRandomRotation(shape.head_dim, &random, &r_v);
+    const std::vector<uint16_t> k = RandomRotation(shape.head_dim, &random);
+    const std::vector<uint16_t> v = RandomRotation(shape.head_dim, &random);
+    r_k.insert(r_k.end(), k.begin(), k.end());
+    r_v.insert(r_v.end(), v.begin(), v.end());
   }
   b.r_k = Upload(r_k);
   b.r_v = Upload(r_v);
   const size_t rows = size_t{shape.query_tokens_max} * shape.query_heads;
   const size_t spare = size_t{kSpareRows} * shape.query_heads * shape.head_dim * 2;
-  b.q = Allocate(rows * shape.head_dim * 2);
+  b.q = AllocateOrExit(rows * shape.head_dim * 2);
   Must(FillNormal(b.q.as<__nv_bfloat16>(), rows * shape.head_dim, options_.query_sigma, random(),
                   nullptr),
        "FillNormal");
@@ -136,11 +77,11 @@ PrefillCase::PrefillCase(const PrefillCaseOptions& options)
   b.sink_logits = Upload(sinks);
   b.query_starts = Upload(b.starts);
   b.lengths = Upload(options_.lengths);
-  b.out = Allocate(rows * shape.head_dim * 2);
-  b.lse = Allocate(rows * sizeof(float));
+  b.out = AllocateOrExit(rows * shape.head_dim * 2);
+  b.lse = AllocateOrExit(rows * sizeof(float));
   const size_t workspace_bytes = PrefillWorkspaceBytes(shape);
   if (workspace_bytes == 0) Must(cudaErrorInvalidValue, "PrefillWorkspaceBytes");
-  b.workspace = Allocate(workspace_bytes);
+  b.workspace = AllocateOrExit(workspace_bytes);
   Must(cudaMemset(b.workspace.data(), 0xff, workspace_bytes), "cudaMemset");
   PoisonTails();
   Must(cudaDeviceSynchronize(), "PrefillCase");
@@ -205,8 +146,8 @@ void PrefillCase::MakePages(std::mt19937_64* random) {
 
   const size_t int2_block = b.int2_run * shape.kv_heads * options_.layers_count;
   const size_t bf16_block = b.bf16_run * shape.kv_heads * options_.layers_count;
-  b.int2_pages = Allocate(int2_block * int2_blocks);
-  b.bf16_pages = Allocate(bf16_block * bf16_blocks);
+  b.int2_pages = AllocateOrExit(int2_block * int2_blocks);
+  b.bf16_pages = AllocateOrExit(bf16_block * bf16_blocks);
   Must(FillInt2({.runs = b.int2_pages.data(),
                  .runs_count = size_t{shape.kv_heads} * options_.layers_count * int2_blocks,
                  .head_dim = shape.head_dim,
@@ -326,9 +267,9 @@ PrefillCase::Sample PrefillCase::RunBoth(uint32_t layer, bool exact) const {
   const size_t rows = sample.rows.size();
   const DeviceBuffer rows_device = Upload(sample.rows);
   const int64_t longest = *std::max_element(options_.lengths.begin(), options_.lengths.end());
-  const DeviceBuffer scores = Allocate(rows * longest * sizeof(double));
-  const DeviceBuffer expected = Allocate(rows * shape.head_dim * sizeof(double));
-  const DeviceBuffer expected_lse = Allocate(rows * sizeof(double));
+  const DeviceBuffer scores = AllocateOrExit(rows * longest * sizeof(double));
+  const DeviceBuffer expected = AllocateOrExit(rows * shape.head_dim * sizeof(double));
+  const DeviceBuffer expected_lse = AllocateOrExit(rows * sizeof(double));
   Must(ReferencePrefill({.prefill = params,
                          .exact = exact,
                          .rows_count = static_cast<uint32_t>(rows),

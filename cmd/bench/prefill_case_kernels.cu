@@ -3,12 +3,13 @@
 #include <cuda_bf16.h>
 
 #include "cmd/bench/prefill_case_kernels.h"
+#include "cmd/bench/reference_attention.cuh"
 #include "proto/int2_layout.h"
 
 namespace okv::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kReferenceThreads;
 constexpr int kTokens = 64;
 
 __device__ double RoundToBf16(double x) {
@@ -53,79 +54,14 @@ struct Element {
   }
   __device__ double Int2(int entry, int inside, int channel, bool is_value) const {
     const uint32_t dim = params.plan.shape.head_dim;
-    const uint32_t groups = dim / params.plan.shape.group_size;
+    const uint32_t group_size = params.plan.shape.group_size;
     const int64_t slot = params.plan.int2_table[request * params.plan.int2_table_stride + entry];
     const uint8_t* run = params.int2_pages + slot * params.int2_block_stride +
-                         static_cast<int64_t>(kv_head) * int2::RunBytes(dim, groups);
-    const uint32_t group = channel / params.plan.shape.group_size;
-    const int2::CodePosition at =
-        is_value ? int2::ValueCode(dim, inside, channel) : int2::KeyCode(dim, inside, channel);
-    const uint32_t word_at = is_value ? int2::ValueParams(dim, groups, inside, group)
-                                      : int2::KeyParams(dim, groups, inside, group);
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(run + word_at);
-    const double scale = __uint_as_float(word << 16);
-    const double offset = __uint_as_float(word & 0xffff0000u);
-    const double value = offset + scale * (run[at.byte] >> at.shift & 3);
+                         static_cast<int64_t>(kv_head) * int2::RunBytes(dim, dim / group_size);
+    const double value = PageValue(run, {dim, group_size}, inside, channel, is_value);
     return exact ? value : RoundToBf16(value);
   }
 };
-
-__device__ double Reduce(double value, bool maximum, double* shared) {
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (static_cast<int>(threadIdx.x) < half) {
-      const double other = shared[threadIdx.x + half];
-      shared[threadIdx.x] =
-          maximum ? fmax(shared[threadIdx.x], other) : shared[threadIdx.x] + other;
-    }
-    __syncthreads();
-  }
-  const double result = shared[0];
-  __syncthreads();
-  return result;
-}
-
-// x R (or x R^T) of one row in shared memory: this thread's channel of the result.
-__device__ double Rotate(const double* x, const __nv_bfloat16* r, int dim, bool transpose) {
-  double sum = 0.0;
-  const int channel = threadIdx.x;
-  for (int k = 0; k < dim; ++k) {
-    sum += x[k] * __bfloat162float(r[transpose ? channel * dim + k : k * dim + channel]);
-  }
-  return sum;
-}
-
-// Fills `scores` with exp(score - maximum); returns maximum and sum.
-__device__ double2 Softmax(const Element& element, const double* query, int head, double* scores,
-                           double* reduce) {
-  const PrefillParams& params = element.params;
-  const int dim = static_cast<int>(params.plan.shape.head_dim);
-  double largest = -INFINITY;
-  for (int token = threadIdx.x; token <= element.position; token += kThreads) {
-    double score = -INFINITY;
-    if (element.Visible(token)) {
-      score = 0.0;
-      for (int c = 0; c < dim; ++c) score += query[c] * element.Get(token, c, false);
-      score *= params.softmax_scale;
-      if (params.logit_softcap > 0.0f) {
-        score = params.logit_softcap * tanh(score / params.logit_softcap);
-      }
-    }
-    scores[token] = score;
-    largest = fmax(largest, score);
-  }
-  largest = Reduce(largest, true, reduce);
-  if (params.sink_logits != nullptr) largest = fmax(largest, double{params.sink_logits[head]});
-  double sum = 0.0;
-  for (int token = threadIdx.x; token <= element.position; token += kThreads) {
-    scores[token] = exp(scores[token] - largest);
-    sum += scores[token];
-  }
-  sum = Reduce(sum, false, reduce);
-  if (params.sink_logits != nullptr) sum += exp(params.sink_logits[head] - largest);
-  return {largest, sum};
-}
 
 // One thread block a row.
 __global__ void ReferenceKernel(const PrefillReferenceParams params) {
@@ -156,7 +92,7 @@ __global__ void ReferenceKernel(const PrefillReferenceParams params) {
   if (has_channel) row_values[channel] = params.exact ? rotated : RoundToBf16(rotated);
   __syncthreads();
   double* scores = params.scores + blockIdx.x * params.scores_stride;
-  const double2 softmax = Softmax(element, row_values, head, scores, reduce);
+  const double2 softmax = Softmax(element, prefill, dim, row_values, head, scores, reduce);
 
   double output = 0.0;
   if (has_channel) {
