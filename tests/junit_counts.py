@@ -12,8 +12,12 @@ import xml.etree.ElementTree
 
 
 def skip_reason(output):
-    """What a test gave to GTEST_SKIP(): the line after "file:line: Skipped"."""
+    """What a test gave to GTEST_SKIP(), the line after "file:line: Skipped", or printed behind
+    "SKIPPED: "."""
     lines = output.splitlines()
+    for line in lines:
+        if line.startswith("SKIPPED: "):
+            return line.removeprefix("SKIPPED: ")
     for index, line in enumerate(lines[:-1]):
         if line.endswith(": Skipped"):
             return lines[index + 1].strip()
@@ -27,7 +31,8 @@ def main():
         status, output = case.get("status"), case.findtext("system-out") or ""
         marker = case.find("skipped")
         # One that is "not run" for another reason, as when its program was not built, has failed.
-        was_skipped = marker is not None and "REGULAR_EXPRESSION" in marker.get("message", "")
+        message = "" if marker is None else marker.get("message", "")
+        was_skipped = "REGULAR_EXPRESSION" in message or "SKIP_RETURN_CODE" in message
         if status == "run":
             passed += 1
         elif status == "disabled" or was_skipped:
