@@ -5,7 +5,8 @@
 
 namespace okv::cuda {
 
-// How an instantiation of the decode kernel is cut; measured variants are in kernels/README.md.
+// How an instantiation of the decode kernel is cut; measured variants are in
+// kernels/cuda/README.md.
 struct DecodeTuning {
   uint32_t page_blocks;  // Blocks of an INT2 unit: 1, 2 or 4
   uint32_t warps;        // of a thread block; there is one block a multiprocessor

@@ -14,9 +14,9 @@
 // so that each slot's sum of coefficients is the wanted one to the same rounding. Slots 0 and 1 are
 // read from the word shifted up by 4 bits, so 16 times as large: then all slots weigh the same.
 // INT2 values. p v_scale is fixed point of 16 bits too, scaled so that the largest of a unit's
-// fills them; the sums of a unit (at most 128 tokens x 255 x 255 < 2^23) accumulate on the bits of
-// 2^23 as fp32, which makes an accumulator a float without conversion; each unit is then added to
-// fp32 sums. The price of that is 3 fp32 operations a channel and row; its gain is that no data
+// fills them; a unit's integer sums are at most 128 tokens x 255 x 255 < 2^24, so that their bits
+// are those of the float 2^-149 times as large, and are added to fp32 sums by two products. The
+// price of that is these 2 fp32 operations a channel, row and unit; its gain is that no data
 // takes a slower path (the alternative, integer sums over many units with a common scale, took one
 // whenever scores jump: up to 40 % more time with 8 rows). Nested masks here mean nested sums,
 // whose differences are taken at the end.
@@ -27,6 +27,18 @@ inline constexpr float kHidden = -3e38f;   // Score of a key that a row does not
 // Sums of p v are kept times this: what a unit's integer sums are multiplied by, 2^149 times it, is
 // then a normal number for weights from 2^-57 to 2^40.
 inline constexpr float kOutputUnit = 0x1p-80f;
+
+// Whether a query at `position` sees `token` in the codec of its segment.
+__device__ __forceinline__ bool SeesToken(const DecodeShape& shape, int position, int token,
+                                          bool int2) {
+  constexpr int kTokens = kBlockTokens;
+  if (token > position) return false;
+  const int window = shape.sliding_window;
+  if (window != 0 && token <= position - window) return false;
+  const int block = token / kTokens;
+  const bool recent = block >= position / kTokens - static_cast<int>(shape.recent_blocks);
+  return int2 ? !recent : recent || block < static_cast<int>(shape.sink_blocks);
+}
 
 template <class T>
 class WarpSums {
@@ -79,14 +91,8 @@ class WarpSums {
   __device__ __forceinline__ void SetQueries(const Shared<T>& shared);
   __device__ __forceinline__ bool Sees(const DecodeShape& shape, int a, int token,
                                        bool int2) const {
-    constexpr int kTokens = kBlockTokens;
     if (T::kPlain) return token <= position_[0];
-    if (token > position_[a]) return false;
-    const int window = shape.sliding_window;
-    if (window != 0 && token <= position_[a] - window) return false;
-    const int block = token / kTokens;
-    const bool recent = block >= position_[a] / kTokens - static_cast<int>(shape.recent_blocks);
-    return int2 ? !recent : recent || block < static_cast<int>(shape.sink_blocks);
+    return SeesToken(shape, position_[a], token, int2);
   }
 
   __device__ __forceinline__ void Bf16Scores(const AttendKernelParams& params,

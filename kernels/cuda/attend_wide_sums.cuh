@@ -7,15 +7,12 @@
 // What one warpgroup computes with 16 query rows. The arithmetic is that of attend_warp.cuh; what
 // differs is who does it. A unit is four pages, and warp w of the group has
 // - of the keys tokens 16 w .. 16 w + 15 of each page (rows of wgmma's A), against all 32 columns
-// of
-//   query bytes, which lie in shared memory;
+//   of query bytes, which lie in shared memory;
 // - of the softmax the same tokens; the scale of p is the group's, by an exchange of maxima;
 // - of the values channels 32 j + 16 (w / 2) .. + 15 of slots j = 2 (w % 2) and the next one,
-// against
-//   the p v_scale of all tokens, which the four warps wrote to shared memory as bytes;
+//   against the p v_scale of all tokens, which the four warps wrote to shared memory as bytes;
 // - of BF16 units all tokens and its own channels: their scores are computed four times, which
-// costs
-//   less than to exchange them.
+//   costs less than to exchange them.
 namespace okv::cuda {
 
 #if OKV_HAS_WGMMA
@@ -157,14 +154,8 @@ __device__ __forceinline__ void WideSums<T>::Begin(const AttendKernelParams& par
 template <class T>
 __device__ __forceinline__ bool WideSums<T>::Sees(const DecodeShape& shape, int a, int token,
                                                   bool int2) const {
-  constexpr int kTokens = kBlockTokens;
   if (T::kPlain) return token <= position_[0];
-  if (token > position_[a]) return false;
-  const int window = shape.sliding_window;
-  if (window != 0 && token <= position_[a] - window) return false;
-  const int block = token / kTokens;
-  const bool recent = block >= position_[a] / kTokens - static_cast<int>(shape.recent_blocks);
-  return int2 ? !recent : recent || block < static_cast<int>(shape.sink_blocks);
+  return SeesToken(shape, position_[a], token, int2);
 }
 
 template <class T>

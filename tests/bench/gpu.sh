@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is measured on one GPU: correctness first, then times by shape beside the copy
 # rate and a kernel that only loads, then what others reach on the same machine. Runs from a bundle
-# (deploy/bundle.sh) or a build directory; about 5 minutes.
+# (deploy/bundle.sh) or a build directory; about 2 minutes.
 #
 #   tests/bench/gpu.sh DIR [--only PART,...] [--json OUT] [--covariances K_FILE,V_FILE]
 #                          [OPTION of attend_peers.py]...
