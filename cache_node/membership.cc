@@ -16,21 +16,8 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-absl::Status FromGrpc(const grpc::Status& status) {
-  if (status.ok()) return absl::OkStatus();
-  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
-}
-
-std::unique_ptr<v1::ControlPlane::Stub> MakeStub(const std::string& address) {
-  grpc::ChannelArguments arguments;
-  // gRPC's own waits between connection attempts grow to two minutes: a node would stay away long
-  // after the control plane is back.
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return v1::ControlPlane::NewStub(
-      grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
-}
+// How long a node that stops may still wait for a connection.
+constexpr absl::Duration kAwaitStep = absl::Milliseconds(20);
 
 v1::CodecId CodecMessage(Codec codec) {
   return codec == Codec::kInt2 ? v1::CODEC_INT2 : v1::CODEC_BF16;
@@ -78,7 +65,7 @@ absl::Status MembershipOptions::Validate() const {
 }
 
 Membership::Membership(const MembershipOptions& options, Parts parts)
-    : options_(options), parts_(std::move(parts)), stub_(MakeStub(options.control_address)) {}
+    : options_(options), parts_(std::move(parts)), control_(options.control_address) {}
 
 Membership::~Membership() { Stop(); }
 
@@ -159,6 +146,11 @@ void Membership::Run() {
     if (!registered_) status = Register();
     if (status.ok()) status = Tend();
     const Time end = steady_clock::now() + Settle(status);
+    if (absl::IsUnavailable(status) && !control_.Await(absl::ZeroDuration())) {
+      while (!stopping() && steady_clock::now() < end && !control_.Await(kAwaitStep)) {
+      }
+      continue;
+    }
     MutexLock lock(&mu_);
     // After a failure new reports wait for the next try, too.
     while (!stopping_ && !(status.ok() && (!reports_.empty() || inventory_needed_))) {
@@ -244,7 +236,7 @@ absl::Status Membership::SendInventory() {
   absl::Status status = absl::CancelledError("stopping");
   if (BeginCall(&context)) {
     v1::ReportInventoryResponse response;
-    const auto writer = stub_->ReportInventory(&context, &response);
+    const auto writer = control_.stub()->ReportInventory(&context, &response);
     size_t next = 0;
     do {
       v1::ReportInventoryRequest request;
@@ -325,7 +317,7 @@ absl::Status Membership::Call(grpc::Status (v1::ControlPlane::Stub::*method)(grp
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + options_.rpc_timeout);
   if (!BeginCall(&context)) return absl::CancelledError("stopping");
-  const grpc::Status status = (stub_.get()->*method)(&context, request, response);
+  const grpc::Status status = (control_.stub()->*method)(&context, request, response);
   EndCall();
   return FromGrpc(status);
 }

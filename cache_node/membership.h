@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "cache_node/tiers/tier.h"
 #include "proto/control.grpc.pb.h"
+#include "proto/control_channel.h"
 #include "proto/mutex.h"
 
 namespace okv {
@@ -100,7 +101,7 @@ class Membership {
 
   const MembershipOptions options_;
   const Parts parts_;
-  const std::unique_ptr<v1::ControlPlane::Stub> stub_;
+  const ControlChannel control_;
   std::thread thread_;
 
   // Owned by the thread.

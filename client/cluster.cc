@@ -25,22 +25,9 @@ constexpr size_t kIdleSessionsMax = 4;
 constexpr absl::Duration kRenewTimeout = absl::Seconds(1);
 constexpr absl::Duration kRenewAgain = absl::Seconds(10);
 
-absl::Status FromGrpc(const grpc::Status& status) {
-  if (status.ok()) return absl::OkStatus();
-  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
-}
-
-std::unique_ptr<v1::ControlPlane::Stub> MakeStub(const std::string& address) {
-  grpc::ChannelArguments arguments;
-  // A control plane is on this machine or in this cluster, never behind a web proxy.
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // The default waits a second before it tries again, and up to two minutes.
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return v1::ControlPlane::NewStub(
-      grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
-}
+// How long a call waits for a control plane that was away: a connection takes a few round trips.
+// Much more and a worker that could compute would stand still.
+constexpr absl::Duration kReconnectWait = absl::Milliseconds(100);
 
 void SetDeadline(grpc::ClientContext* context, absl::Duration timeout) {
   context->set_deadline(std::chrono::system_clock::now() + absl::ToChronoMicroseconds(timeout));
@@ -132,12 +119,13 @@ absl::StatusOr<RotationHash> Cluster::PublishRotation(const ClusterOptions& opti
   OKV_RETURN_IF_ERROR(options.Validate());
   OKV_RETURN_IF_ERROR(rotations.Validate());
   const std::string file = rotations.Serialize();
-  const auto stub = MakeStub(options.control_address);
+  const ControlChannel control(options.control_address);
   v1::PublishRotationResponse response;
   OKV_RETURN_IF_ERROR(RetryConnecting(options, [&] {
     grpc::ClientContext context;
     SetDeadline(&context, options.rpc_timeout + absl::Seconds(file.size() >> 20));
-    const auto writer = stub->PublishRotation(&context, &response);
+    control.Await(kReconnectWait);
+    const auto writer = control.stub()->PublishRotation(&context, &response);
     for (size_t begin = 0; begin < file.size(); begin += kRotationChunkBytes) {
       v1::PublishRotationRequest request;
       request.set_chunk(file.substr(begin, kRotationChunkBytes));
@@ -157,7 +145,7 @@ absl::StatusOr<RotationHash> Cluster::PublishRotation(const ClusterOptions& opti
 absl::StatusOr<RotationSet> Cluster::GetRotation(const ClusterOptions& options,
                                                  const RotationHash& hash) {
   OKV_RETURN_IF_ERROR(options.Validate());
-  const auto stub = MakeStub(options.control_address);
+  const ControlChannel control(options.control_address);
   std::string file;
   OKV_RETURN_IF_ERROR(RetryConnecting(options, [&] {
     file.clear();
@@ -165,7 +153,8 @@ absl::StatusOr<RotationSet> Cluster::GetRotation(const ClusterOptions& options,
     SetDeadline(&context, std::max(options.rpc_timeout, absl::Seconds(60)));
     v1::GetRotationRequest request;
     request.set_rotation_hash(std::string(hash.view()));
-    const auto reader = stub->GetRotation(&context, request);
+    control.Await(kReconnectWait);
+    const auto reader = control.stub()->GetRotation(&context, request);
     v1::GetRotationResponse response;
     while (reader->Read(&response)) {
       if (file.size() + response.chunk().size() > kRotationBytesMax) {
@@ -206,7 +195,7 @@ ClusterClient::ClusterClient(const ClusterOptions& options, const Format& format
       format_id_(format.id()),
       layout_(PageLayout::Of(format)),
       transport_(transport),
-      stub_(MakeStub(options.control_address)) {}
+      control_(options.control_address) {}
 
 ClusterClient::~ClusterClient() {
   MutexLock lock(&mu_);
@@ -228,7 +217,8 @@ absl::Status ClusterClient::RenewTicket(absl::Duration timeout) {
   v1::OpenSessionResponse response;
   grpc::ClientContext context;
   SetDeadline(&context, timeout);
-  OKV_RETURN_IF_ERROR(Named(FromGrpc(stub_->OpenSession(&context, request, &response))));
+  control_.Await(std::min(timeout, kReconnectWait));
+  OKV_RETURN_IF_ERROR(Named(FromGrpc(control_.stub()->OpenSession(&context, request, &response))));
   if (response.format_id() != format_id_.view()) {
     return absl::FailedPreconditionError(
         "field 'format_id' differs: the control plane encodes formats otherwise");
@@ -272,7 +262,9 @@ absl::Status ClusterClient::Named(const absl::Status& status) const {
 absl::Status ClusterClient::CallWithSession(absl::Time end, const Rpc& call) {
   const auto once = [&] {
     grpc::ClientContext context;
-    SetDeadline(&context, RpcTimeout(end));
+    const absl::Duration timeout = RpcTimeout(end);
+    SetDeadline(&context, timeout);
+    control_.Await(std::min(timeout, kReconnectWait));
     return FromGrpc(call(&context));
   };
   const absl::Status status = once();
@@ -323,7 +315,7 @@ absl::StatusOr<LookupResult> ClusterClient::Lookup(absl::Span<const BlockKey> ke
   for (const BlockKey& key : keys) request.add_keys(std::string(key.view()));
   v1::LookupResponse response;
   OKV_RETURN_IF_ERROR(CallWithSession(end, [&](grpc::ClientContext* context) {
-    return stub_->Lookup(context, request, &response);
+    return control_.stub()->Lookup(context, request, &response);
   }));
   return ParseLookup(response, keys.size());
 }
@@ -344,7 +336,7 @@ void ClusterClient::Reserve(absl::Span<const PutItem> items, const std::string& 
   }
   v1::ReserveResponse response;
   absl::Status status = CallWithSession(end, [&](grpc::ClientContext* context) {
-    return stub_->Reserve(context, request, &response);
+    return control_.stub()->Reserve(context, request, &response);
   });
   if (status.ok() && static_cast<size_t>(response.placements_size()) != items.size()) {
     status = absl::InternalError("the control plane answered another number of objects");

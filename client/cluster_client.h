@@ -13,6 +13,7 @@
 #include "client/node_session.h"
 #include "client/transport/transport.h"
 #include "proto/control.grpc.pb.h"
+#include "proto/control_channel.h"
 #include "proto/mutex.h"
 #include "proto/page_layout.h"
 
@@ -77,7 +78,7 @@ class ClusterClient final : public Cluster {
   const FormatId format_id_;
   const PageLayout layout_;
   Transport* const transport_;
-  const std::unique_ptr<v1::ControlPlane::Stub> stub_;
+  const ControlChannel control_;
   std::string tenant_salt_;
 
   Mutex mu_;

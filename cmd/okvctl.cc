@@ -4,7 +4,7 @@
 //
 // Exit code 0, or 1 with one line on stderr that names what is wrong; 2 for a wrong command line.
 
-#include <grpcpp/create_channel.h>
+#include <grpcpp/grpcpp.h>
 
 #include <chrono>
 #include <cstdio>
@@ -20,6 +20,7 @@
 #include "client/cluster.h"
 #include "cmd/support/files.h"
 #include "proto/control.grpc.pb.h"
+#include "proto/control_channel.h"
 #include "proto/status_macros.h"
 
 ABSL_FLAG(std::string, control, "", "host:port of okv-control");
@@ -40,21 +41,18 @@ ClusterOptions OptionsFromFlags() {
 // Runs one RPC that needs no session.
 template <typename Response, typename Call>
 absl::StatusOr<Response> Ask(const Call& call) {
-  grpc::ChannelArguments arguments;
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  const auto stub = v1::ControlPlane::NewStub(grpc::CreateCustomChannel(
-      absl::GetFlag(FLAGS_control), grpc::InsecureChannelCredentials(), arguments));
+  const ControlChannel control(absl::GetFlag(FLAGS_control));
   grpc::ClientContext context;
   context.set_wait_for_ready(true);
   context.set_deadline(
       std::chrono::system_clock::now() +
       std::chrono::milliseconds(static_cast<int64_t>(1000 * absl::GetFlag(FLAGS_timeout_s))));
   Response response;
-  const grpc::Status status = call(*stub, &context, &response);
+  const absl::Status status = FromGrpc(call(*control.stub(), &context, &response));
   if (status.ok()) return response;
-  return absl::Status(static_cast<absl::StatusCode>(status.error_code()),
+  return absl::Status(status.code(),
                       absl::StrCat("control plane at ", absl::GetFlag(FLAGS_control), ": ",
-                                   status.error_message()));
+                                   status.message()));
 }
 
 void Print(const std::string& text, const Json& json) {

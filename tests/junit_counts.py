@@ -3,12 +3,15 @@
 
   tests/junit_counts.py STAGE FILE
 
-Prints a line per failed and per skipped test to standard error, and "PASSED FAILED SKIPPED" to
-standard output.
+Prints a line per failed and per skipped test to standard error, the end of a failed one's output
+with it, and "PASSED FAILED SKIPPED" to standard output.
 """
 
 import sys
 import xml.etree.ElementTree
+
+# Lines of a failed test's output that are shown: the failed assertions, not a whole server's log.
+SHOWN_LINES = 40
 
 
 def skip_reason(output):
@@ -22,6 +25,14 @@ def skip_reason(output):
         if line.endswith(": Skipped"):
             return lines[index + 1].strip()
     return "no reason given"
+
+
+def shown_output(output):
+    """The last lines of a failed test's output, and before them where an assertion failed."""
+    lines = output.splitlines()
+    first = max(0, len(lines) - SHOWN_LINES)
+    asserted = [line for line in lines[:first] if ": Failure" in line or ": error:" in line]
+    return asserted[:SHOWN_LINES] + lines[first:]
 
 
 def main():
@@ -42,6 +53,8 @@ def main():
         else:
             failed += 1
             print(f"{stage}: FAILED: {case.get('name')}", file=sys.stderr)
+            for line in shown_output(output):
+                print(f"  | {line}", file=sys.stderr)
     print(passed, failed, skipped)
 
 

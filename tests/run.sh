@@ -10,8 +10,8 @@
 # Stages: dependencies and the reference model; optimized build and all tests (dev); all tests with
 # AddressSanitizer and UndefinedBehaviorSanitizer (asan); the threaded tests with ThreadSanitizer
 # (tsan); clang's thread-safety analysis (tsa). A failed stage does not stop the next one. Ends with
-# the line "N passed, N failed, N skipped"; a build that fails counts as one failed test. Exits 0
-# only when nothing failed.
+# what failed and why, and the line "N passed, N failed, N skipped"; a build that fails counts as one
+# failed test. Exits 0 only when nothing failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -42,10 +42,12 @@ stage() {
   local name=$1 begin=$SECONDS status=0 counts
   shift
   printf '\n== %s: %s\n' "$name" "$*"
-  rm -f "$logs/$name.xml"
+  rm -f "$logs/$name.xml" "$logs/$name.tests"
   "$@" 2>&1 | tee "$logs/$name.log" || status=$?
   if [ -s "$logs/$name.xml" ]; then
-    counts=$(python3 tests/junit_counts.py "$name" "$logs/$name.xml") || counts="0 1 0"
+    counts=$(python3 tests/junit_counts.py "$name" "$logs/$name.xml" 2> "$logs/$name.tests") ||
+      counts="0 1 0"
+    cat "$logs/$name.tests" >&2
     add_counts "$name" "$status" $counts
   elif [ "$status" -ne 0 ]; then
     failed=$((failed + 1))
@@ -79,7 +81,14 @@ summary() {
     printf '%-16s %5d s  %s\n' "$name" "$seconds" "$([ "$status" -eq 0 ] && echo ok || echo FAILED)"
   done
   printf '%-16s %5d s\n' total $((SECONDS - started))
-  [ ${#failures[@]} -eq 0 ] || printf 'failed stages: %s (logs in %s)\n' "${failures[*]}" build/logs
+  for name in "${failures[@]}"; do
+    printf '\nfailed stage: %s (build/logs/%s.log)\n' "$name" "$name"
+    if [ -s "$logs/$name.tests" ]; then
+      grep -e ': FAILED: ' -e '^  | ' "$logs/$name.tests" | head -n 200 || true
+    else
+      tail -n 40 "$logs/$name.log"
+    fi
+  done
   printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
   if [ "$json" = 1 ]; then
     printf '{"passed": %d, "failed": %d, "skipped": %d, "seconds": %d, "stages": {' \

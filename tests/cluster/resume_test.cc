@@ -140,11 +140,28 @@ TEST_F(ResumeTest, ARestartedControlPlaneKnowsEverythingFromTheNodes) {
   cluster_.StartControl();
   // Nodes learn of it by their next heartbeat, 200 ms; a worker is a natural way to wait.
   Json b = Json::object();
-  for (int attempt = 0; attempt < 20 && b.value("hit_tokens", 0) == 0; ++attempt) {
+  for (int attempt = 0; attempt < 100 && b.value("hit_tokens", 0) == 0; ++attempt) {
     b = cluster_.ClusterWorker(970, "y");
   }
   EXPECT_EQ(b["hit_tokens"], 960);
   ExpectSameBits(b, cluster_.LoneWorker(970, "y"));
+}
+
+TEST_F(ResumeTest, NodesFindAControlPlaneThatWasAwayForLonger) {
+  cluster_.ClusterWorker(970, "x", {"--store"});
+  cluster_.control().Signal(SIGKILL);
+  cluster_.control().Wait(std::chrono::seconds(10));
+  cluster_.ForgetControl();
+  // Long enough for several attempts of the nodes to fail.
+  Json lone = Json::object();
+  for (int i = 0; i < 20; ++i) lone = cluster_.LoneWorker(970, "y");
+  cluster_.StartControl();
+  Json b = Json::object();
+  for (int attempt = 0; attempt < 100 && b.value("hit_tokens", 0) == 0; ++attempt) {
+    b = cluster_.ClusterWorker(970, "y");
+  }
+  EXPECT_EQ(b["hit_tokens"], 960);
+  ExpectSameBits(b, lone);
 }
 
 TEST_F(ResumeTest, AnArenaThatIsFullSpillsAndEveryObjectIsServed) {
@@ -157,7 +174,7 @@ TEST_F(ResumeTest, AnArenaThatIsFullSpillsAndEveryObjectIsServed) {
   }
   // Until the control plane has given the other two up, puts may go to them and fail.
   Json a = Json::object();
-  for (int attempt = 0; attempt < 20 && a.value("stored_bytes", 0) == 0; ++attempt) {
+  for (int attempt = 0; attempt < 100 && a.value("stored_bytes", 0) == 0; ++attempt) {
     const RunResult result =
         cluster_.Worker(2000, "x",
                         {"--control", cluster_.control_address(), "--recent_tokens", "1536",
