@@ -50,9 +50,8 @@ absl::StatusOr<Response> Ask(const Call& call) {
   Response response;
   const absl::Status status = FromGrpc(call(*control.stub(), &context, &response));
   if (status.ok()) return response;
-  return absl::Status(status.code(),
-                      absl::StrCat("control plane at ", absl::GetFlag(FLAGS_control), ": ",
-                                   status.message()));
+  return absl::Status(status.code(), absl::StrCat("control plane at ", absl::GetFlag(FLAGS_control),
+                                                  ": ", status.message()));
 }
 
 void Print(const std::string& text, const Json& json) {
