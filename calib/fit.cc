@@ -354,10 +354,14 @@ absl::StatusOr<FoundRotation> LayerFit::Find(const std::vector<Starts>& starts, 
         {.fit = fit_[head].get(), .weights = &weights_[head], .judge = judge_[head].get()});
   }
   const KvTensor tensor = keys ? KvTensor::kKeys : KvTensor::kValues;
-  if (!windows_.judge.empty()) return SearchRotation(rotations, tensor, heads, options);
   const FitOptions published = FitOptions::Published(options_.method);
-  options.clip_ranks = {
-      ClipRank(ratio.value_or(*(keys ? published.clip_k : published.clip_v)), layer_.head_dim)};
+  const uint32_t published_rank =
+      ClipRank(*(keys ? published.clip_k : published.clip_v), layer_.head_dim);
+  if (!windows_.judge.empty()) {
+    if (!ratio.has_value()) options.settled_rank = published_rank;
+    return SearchRotation(rotations, tensor, heads, options);
+  }
+  options.clip_ranks = {ratio.has_value() ? ClipRank(*ratio, layer_.head_dim) : published_rank};
   options.refine_steps = 0;
   return SearchRotation({rotations[0]}, tensor, heads, options);
 }

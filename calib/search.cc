@@ -42,6 +42,8 @@ class Search {
   // the best so far.
   absl::Status Try(const Matrix& rotation, const std::vector<WeightedRows>& rows, size_t start,
                    bool refined, ptrdiff_t reach);
+  // Goes back to the settled rank unless the best one is worth it. Returns the best.
+  absl::StatusOr<FoundRotation> Settle();
 
   const KvTensor tensor_;
   const absl::Span<const HeadData> heads_;
@@ -92,6 +94,15 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
   return absl::OkStatus();
 }
 
+absl::StatusOr<FoundRotation> Search::Settle() {
+  if (!options_.settled_rank.has_value() || best_.clip_rank == *options_.settled_rank) return best_;
+  OKV_ASSIGN_OR_RETURN(const SquaredError error, Judge(best_.rotation, *options_.settled_rank));
+  if (!(error.error * (1 - kClipWorthLeaving) <= best_.error.error)) return best_;
+  best_.clip_rank = *options_.settled_rank;
+  best_.error = error;
+  return best_;
+}
+
 absl::StatusOr<FoundRotation> Search::Run(const std::vector<Matrix>& rotations) {
   const std::vector<WeightedRows> by_weight = Rows(weights_);
   std::array<SquaredError, kStartsMax> start_errors = {};
@@ -101,11 +112,8 @@ absl::StatusOr<FoundRotation> Search::Run(const std::vector<Matrix>& rotations) 
   }
   const size_t start = best_.start;
   OKV_RETURN_IF_ERROR(Try(rotations[start], by_weight, start, /*refined=*/false, /*reach=*/1));
-  const auto finish = [&] {
-    best_.start_errors = start_errors;
-    return best_;
-  };
-  if (options_.refine_steps == 0) return finish();
+  best_.start_errors = start_errors;
+  if (options_.refine_steps == 0) return Settle();
   const auto descend = [&](const std::vector<WeightedRows>& rows) {
     const uint32_t rank =
         BestClipRank(rotations[start], rows, options_.group_size, options_.clip_ranks);
@@ -116,7 +124,8 @@ absl::StatusOr<FoundRotation> Search::Run(const std::vector<Matrix>& rotations) 
   };
   OKV_RETURN_IF_ERROR(descend(by_weight));
   if (tensor_ == KvTensor::kKeys) OKV_RETURN_IF_ERROR(descend(Rows(even_)));
-  return finish();
+  best_.start_errors = start_errors;
+  return Settle();
 }
 
 }  // namespace

@@ -95,6 +95,30 @@ TEST_F(SearchTest, WhatDoesNotHelpHeldOutTextIsNotKept) {
   EXPECT_EQ(found->rotation, RoundToBf16(start));
 }
 
+TEST_F(SearchTest, TheSettledClipIsLeftOnlyForOneThatIsWorthIt) {
+  Make(0, 0, true);
+  SearchOptions options{.group_size = 64, .clip_ranks = {0, 48, 50, 52, 54, 56, 58, 60, 61, 62}};
+  const auto best = SearchRotation({Hadamard(kDim)}, KvTensor::kValues, heads_, options);
+  ASSERT_TRUE(best.ok()) << best.status();
+  size_t kept = 0;
+  size_t left = 0;
+  for (const uint32_t rank : {0u, 48u, 50u, 52u, 54u, 56u, 57u, 58u, 60u, 62u}) {
+    if (rank == best->clip_rank) continue;
+    options.settled_rank = rank;
+    const auto found = SearchRotation({Hadamard(kDim)}, KvTensor::kValues, heads_, options);
+    ASSERT_TRUE(found.ok()) << found.status();
+    FoundRotation settled = *best;
+    settled.clip_rank = rank;
+    const double settled_error = Judged(settled, KvTensor::kValues);
+    const bool worth = best->error.error < settled_error * (1 - kClipWorthLeaving);
+    EXPECT_EQ(found->clip_rank, worth ? best->clip_rank : rank);
+    EXPECT_EQ(found->error.error, worth ? best->error.error : settled_error);
+    ++(worth ? left : kept);
+  }
+  EXPECT_GT(kept, 0u);
+  EXPECT_GT(left, 0u);
+}
+
 TEST_F(SearchTest, OutputsThatAreNotFiniteAreAnError) {
   Make(0, 0, true);
   for (float& q : layer_.q) q *= 1e19f;
