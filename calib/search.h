@@ -29,11 +29,11 @@ struct SearchOptions {
   // The rank to leave only for one that errs less by kClipWorthLeaving: gains that small are of the
   // judging text, not of the model.
   std::optional<uint32_t> settled_rank = std::nullopt;
-  uint32_t refine_steps = 0;         // 0: the rotations are taken as they are.
+  uint32_t refine_steps = 0;  // 0: the rotations are taken as they are.
 };
 
-// Values' errors hardly depend on the clip near their best: without this, fitted clips left 0.997 of
-// the recipe's error in the mean of six layers, and 1.018 on the worst, on text of neither.
+// Values' errors hardly depend on the clip near their best: without this, fitted clips left 0.997
+// of the recipe's error in the mean of six layers, and 1.018 on the worst, on text of neither.
 inline constexpr double kClipWorthLeaving = 0.02;
 
 // The most rotations that a search begins with.
@@ -54,9 +54,9 @@ struct FoundRotation {
 // at the rank that its rows like and at its neighbors: by the rows' weights with all directions
 // alike, and for keys also with all rows alike by the queries' metrics. Both at once was worse than
 // either: a row's own queries are not those of all rows. The settled rank, if any, is judged last.
-// Deterministic. With one rotation and one rank and no steps nothing is measured. Errors as HeadHistory::Judge, and kInvalidArgument where
-// outputs are not finite. REQUIRES: one to kStartsMax rotations and a head at least, whose windows
-// have history.
+// Deterministic. With one rotation and one rank and no steps nothing is measured. Errors as
+// HeadHistory::Judge, and kInvalidArgument where outputs are not finite. REQUIRES: one to
+// kStartsMax rotations and a head at least, whose windows have history.
 absl::StatusOr<FoundRotation> SearchRotation(const std::vector<Matrix>& rotations, KvTensor tensor,
                                              absl::Span<const HeadData> heads,
                                              const SearchOptions& options);

@@ -10,6 +10,7 @@
 //   okv-calibrate report --activations DIR [--dump DIR] [--rotations FILE,NAME=FILE,...]
 //       [--json_out FILE] [--html_out FILE]
 //   okv-calibrate draw --out DIR [--layers N] [--tokens N] [...]: random rows, to measure with
+//   okv-calibrate draw --out DIR --k_file K.pt --v_file V.pt [--layer_ids ID,ID] [--tokens N] [...]
 //
 // Exit code 0, or 1 with one line on stderr that names what is wrong.
 
@@ -70,8 +71,8 @@ ABSL_FLAG(uint32_t, ranks, 0, "fit: ranks that share the work, 0 = one, or with 
 ABSL_FLAG(int32_t, rank, -1, "fit: which rank this process is, -1 = all, as threads");
 ABSL_FLAG(std::string, rendezvous, "", "fit: HOST:PORT where rank 0 listens, with --rank");
 ABSL_FLAG(bool, nccl, false, "fit: covariances on GPUs, a rank each, summed by NCCL");
-ABSL_FLAG(std::string, k_file, "", "import: the published rotations of keys (.pt)");
-ABSL_FLAG(std::string, v_file, "", "import: those of values");
+ABSL_FLAG(std::string, k_file, "", "import, draw: the published rotations of keys (.pt)");
+ABSL_FLAG(std::string, v_file, "", "import, draw: those of values");
 ABSL_FLAG(std::string, model, "", "import, fit of a dump that does not say it: the model's name");
 ABSL_FLAG(std::string, weights_revision, "", "the same: the revision of its weights");
 ABSL_FLAG(uint32_t, kv_heads, 0, "import, draw: its KV heads; draw: 0 = 8");
@@ -81,6 +82,7 @@ ABSL_FLAG(std::string, k_out, "", "export: the file of keys to write (.pt)");
 ABSL_FLAG(std::string, v_out, "", "export: that of values");
 ABSL_FLAG(std::string, format, "v1", "export: v1 (a rotation a layer) or v2 (one a KV head)");
 ABSL_FLAG(uint32_t, layers, 36, "draw: layers");
+ABSL_FLAG(std::vector<std::string>, layer_ids, {}, "draw: layers of --k_file; default all");
 ABSL_FLAG(uint32_t, query_heads, 32, "draw: query heads");
 ABSL_FLAG(uint32_t, head_dim, 128, "draw: channels of a head");
 ABSL_FLAG(uint32_t, tokens, 30'000, "draw: tokens of a layer");
@@ -418,18 +420,26 @@ absl::Status Export() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::vector<uint32_t>> ParseNumbers(absl::string_view name,
+                                                   const std::vector<std::string>& texts) {
+  std::vector<uint32_t> numbers;
+  for (const std::string& text : texts) {
+    uint32_t number = 0;
+    if (!absl::SimpleAtoi(text, &number)) {
+      return absl::InvalidArgumentError(absl::StrCat("--", name, ": '", text, "' is no number"));
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
 absl::Status Report() {
   ReportOptions options;
   if (const std::string name = absl::GetFlag(FLAGS_scope); !name.empty()) {
     OKV_ASSIGN_OR_RETURN(options.scope, ParseScope(name));
   }
-  for (const std::string& text : absl::GetFlag(FLAGS_group_sizes)) {
-    uint32_t size = 0;
-    if (!absl::SimpleAtoi(text, &size)) {
-      return absl::InvalidArgumentError(absl::StrCat("--group_sizes: '", text, "' is no number"));
-    }
-    options.group_sizes.push_back(size);
-  }
+  OKV_ASSIGN_OR_RETURN(options.group_sizes,
+                       ParseNumbers("group_sizes", absl::GetFlag(FLAGS_group_sizes)));
   options.windows_max = absl::GetFlag(FLAGS_windows);
   options.value_sample = {.tokens_max = absl::GetFlag(FLAGS_value_tokens_max),
                           .sequence_tokens_max = absl::GetFlag(FLAGS_value_sequence_tokens_max)};
@@ -453,6 +463,8 @@ absl::Status Report() {
 
 absl::Status Draw() {
   DrawOptions options{.out = absl::GetFlag(FLAGS_out),
+                      .k_file = absl::GetFlag(FLAGS_k_file),
+                      .v_file = absl::GetFlag(FLAGS_v_file),
                       .layers_count = absl::GetFlag(FLAGS_layers),
                       .query_heads = absl::GetFlag(FLAGS_query_heads),
                       .head_dim = absl::GetFlag(FLAGS_head_dim),
@@ -460,6 +472,8 @@ absl::Status Draw() {
                       .sequence_tokens = absl::GetFlag(FLAGS_sequence_tokens),
                       .seed = absl::GetFlag(FLAGS_seed)};
   if (const uint32_t heads = absl::GetFlag(FLAGS_kv_heads); heads > 0) options.kv_heads = heads;
+  OKV_ASSIGN_OR_RETURN(options.layer_ids,
+                       ParseNumbers("layer_ids", absl::GetFlag(FLAGS_layer_ids)));
   ThreadPool pool(ThreadsFromFlags());
   return DrawDump(options, &pool);
 }

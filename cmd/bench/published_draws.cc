@@ -1,15 +1,12 @@
 #include "cmd/bench/published_draws.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "calib/linalg.h"
-#include "calib/published.h"
-#include "calib/recover.h"
-#include "cmd/support/files.h"
+#include "calib/published_moments.h"
 #include "proto/bf16.h"
 #include "proto/status_macros.h"
 
@@ -22,49 +19,18 @@ struct OneSide {
   std::vector<uint16_t> rotation;
 };
 
-// M = L^T with C = L L^T (Cholesky), so that M^T M = C. Pivots that rounding left below zero are 0.
-Matrix MixOf(const Matrix& covariance, uint32_t dim) {
-  Matrix lower(covariance.size(), 0.0);
-  Matrix mix(covariance.size(), 0.0);
-  for (uint32_t j = 0; j < dim; ++j) {
-    for (uint32_t i = j; i < dim; ++i) {
-      double rest = covariance[size_t{i} * dim + j];
-      for (uint32_t c = 0; c < j; ++c) {
-        rest -= lower[size_t{i} * dim + c] * lower[size_t{j} * dim + c];
-      }
-      const double pivot = lower[size_t{j} * dim + j];
-      double& entry = lower[size_t{i} * dim + j];
-      if (i == j) {
-        entry = std::sqrt(std::max(rest, 0.0));
-      } else {
-        entry = pivot > 0.0 ? rest / pivot : 0.0;
-      }
-      mix[size_t{j} * dim + i] = entry;
-    }
-  }
-  return mix;
-}
-
 absl::StatusOr<OneSide> Load(const std::string& path, uint32_t layer) {
-  OKV_ASSIGN_OR_RETURN(const std::string bytes, ReadFile(path));
-  const absl::StatusOr<PublishedRotations> file = ParsePublished(bytes);
-  if (!file.ok()) {
-    return absl::Status(file.status().code(), absl::StrCat(path, ": ", file.status().message()));
-  }
-  if (!IsRecoverable(*file) || file->heads != 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": covariances need eigenvalues and one rotation a layer"));
-  }
-  const auto found = std::find(file->layer_ids.begin(), file->layer_ids.end(), layer);
-  if (found == file->layer_ids.end()) {
+  OKV_ASSIGN_OR_RETURN(const PublishedMoments moments, LoadMoments(path));
+  const std::vector<uint32_t>& ids = moments.file.layer_ids;
+  const auto found = std::find(ids.begin(), ids.end(), layer);
+  if (found == ids.end()) {
     return absl::InvalidArgumentError(absl::StrCat(path, " has no layer ", layer));
   }
-  const size_t index = found - file->layer_ids.begin();
-  const uint32_t dim = file->head_dim;
-  const float* const rotation = file->Rotation(index, 0);
+  const size_t index = found - ids.begin();
+  const Matrix& mix = moments.factors[index];
+  const float* const rotation = moments.file.Rotation(index, 0);
   OneSide side;
-  side.head_dim = dim;
-  const Matrix mix = MixOf(RecoverCovariance(rotation, file->Eigenvalues(index, 0), dim), dim);
+  side.head_dim = moments.head_dim();
   for (size_t i = 0; i < mix.size(); ++i) {
     side.mix.push_back(FloatToBf16(static_cast<float>(mix[i])));
     side.rotation.push_back(FloatToBf16(rotation[i]));

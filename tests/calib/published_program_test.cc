@@ -1,10 +1,15 @@
 // okv-calibrate import, export, and inspect of an imported set.
 
+#include <cmath>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "calib/dump.h"
+#include "calib/linalg.h"
 #include "calib/published.h"
+#include "calib/recover.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
@@ -42,6 +47,24 @@ class PublishedProgramTest : public testing::Test {
   const std::string import_ =
       absl::StrCat("import --k_file ", k_, " --v_file ", v_, " --out ", set_, names_, clips_);
 };
+
+// ||X^T X / rows - C|| / ||C|| of rows X, [rows, 64].
+double MomentError(const std::vector<float>& rows, const Matrix& covariance) {
+  constexpr uint32_t kDim = 64;
+  const std::vector<double> wide(rows.begin(), rows.end());
+  const size_t rows_count = rows.size() / kDim;
+  Matrix moment(covariance.size(), 0.0);
+  AddOuterProducts(wide.data(), rows_count, kDim, &moment);
+  Symmetrize(kDim, &moment);
+  Scale(1.0 / static_cast<double>(rows_count), &moment);
+  double error = 0;
+  double norm = 0;
+  for (size_t i = 0; i < covariance.size(); ++i) {
+    error += (moment[i] - covariance[i]) * (moment[i] - covariance[i]);
+    norm += covariance[i] * covariance[i];
+  }
+  return std::sqrt(error / norm);
+}
 
 TEST_F(PublishedProgramTest, ImportedFilesComeBackAsTheyWere) {
   const RunResult import = RunCalibrate(import_ + " --json");
@@ -209,6 +232,35 @@ TEST_F(PublishedProgramTest, FitReadsADumpThatDoesNotSayItsModel) {
   ASSERT_TRUE(set.ok()) << set.status();
   EXPECT_EQ(set->model, "m");
   EXPECT_EQ(set->layer_ids, std::vector<uint32_t>{4});
+}
+
+TEST_F(PublishedProgramTest, DrawnRowsHaveTheSecondMomentsBehindTheFiles) {
+  const std::string dump = directory_.Path("drawn");
+  const std::string draw = absl::StrCat("draw --query_heads 4 --kv_heads 2 --tokens 6000 --out ",
+                                        dump, " --k_file ", k_, " --v_file ", v_);
+  EXPECT_THAT(RunCalibrate(draw + " --layer_ids 3,5").output, HasSubstr("has no layer 5"));
+  EXPECT_THAT(RunCalibrate("draw --out " + dump + " --layer_ids 3").output,
+              HasSubstr("--k_file, which is missing"));
+  EXPECT_THAT(RunCalibrate("draw --out " + dump + " --k_file " + k_).output,
+              HasSubstr("go together"));
+  const RunResult drawn = RunCalibrate(draw + " --layer_ids 3");
+  ASSERT_EQ(drawn.exit_code, 0) << drawn.output;
+  const auto reader = DumpReader::Open(dump);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_THAT(reader->info().layer_ids, testing::ElementsAre(3u));
+  EXPECT_THAT(reader->info().text_source, HasSubstr("keys by the queries'"));
+  const auto layer = reader->ReadLayer(0);
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  ASSERT_EQ(layer->head_dim, 64u);
+  const auto k = RandomPublished({}, 1);
+  const auto v = RandomPublished({.objective = "sst_r_h_pbr"}, 9);
+  const Matrix of_k = RecoverCovariance(k.Rotation(1, 0), k.Eigenvalues(1, 0), 64);
+  const Matrix of_v = RecoverCovariance(v.Rotation(1, 0), v.Eigenvalues(1, 0), 64);
+  // 12,000 rows know a moment of 64 channels to about sqrt(64 / 12000) = 0.07.
+  EXPECT_LT(MomentError(layer->q, of_k), 0.1);
+  EXPECT_LT(MomentError(layer->k, of_k), 0.1);
+  EXPECT_LT(MomentError(layer->v, of_v), 0.1);
+  EXPECT_GT(MomentError(layer->v, of_k), 0.2) << "the moments tell the files apart";
 }
 
 }  // namespace
