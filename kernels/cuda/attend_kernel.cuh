@@ -459,12 +459,12 @@ __device__ __forceinline__ void StartLoads(const AttendKernelParams& params, con
   int requested = 0;
   if (params.decode.early_history) {
     for (; requested < (Ring<T>::kUnits + 1) / 2 && !ring->NextIsBf16(); ++requested) {
-      ring->Request();
+      ring->Request(requested);
     }
     WaitForKernelBefore();
   }
   queries.Request(shared->query_raw);
-  for (; requested < Ring<T>::kUnits; ++requested) ring->Request();
+  for (; requested < Ring<T>::kUnits; ++requested) ring->Request(requested);
   LetNextKernelStart();
 }
 
@@ -512,7 +512,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         sums.AddBf16(params, piece, piece.Bf16Unit(index), slots, *shared);
       }
       __syncwarp();
-      if (!T::kSumsInRing || index + T::kWarps < piece.Units()) ring.Request();
+      if (!T::kSumsInRing || index + T::kWarps < piece.Units()) {
+        ring.Request(ring.LastUsed());
+      }
     }
     // Less than kWarps at the begin of the piece.
     if (T::kSumsInRing) {
@@ -528,7 +530,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       FenceBeforeBulkCopy();
 #endif
       __syncwarp();
-      ring.Request();
+      ring.Request(ring.LastUsed());
     }
     NextPiece(params, block, &piece);
     PreloadRotation<T>(params, piece, words);

@@ -35,18 +35,17 @@ class Ring {
     return (bf16_units_ >> (requested_ % 32) & 1) != 0;
   }
 
-  // Asks for the warp's next unit. REQUIRES: fewer than kUnits are asked for and not used.
-  __device__ __forceinline__ void Request() {
+  // Asks for the warp's next unit, into `place`: 0, 1, ... to fill the ring, then LastUsed() once
+  // that is read. If there is no unit left, nothing happens.
+  __device__ __forceinline__ void Request(int place) {
     FindIfUsed();
     const int source = requested_ % 32;
-    const uint32_t bit = 1u << source;
-    if ((bf16_units_ & bit) != 0) {
-      CopyRows(source);
-    } else if ((units_ & bit) != 0) {
-      CopyPages(source);
+    if ((bf16_units_ >> source & 1) != 0) {
+      CopyRows(source, place);
+    } else {
+      CopyPages(source, place);
     }
     ++requested_;
-    request_index_ = request_index_ + 1 == kUnits ? 0 : request_index_ + 1;
   }
 
   // The place of the unit that Wait() gave last.
@@ -83,17 +82,16 @@ class Ring {
   // Finds the next 32 units of the warp, one a lane, when the last ones are used up.
   __device__ __forceinline__ void FindIfUsed() {
     if (requested_ != found_end_) return;
-    const bool exists = Find(requested_ + lane_);
+    Find(requested_ + lane_);
     found_end_ += 32;
     __syncwarp();
-    units_ = __ballot_sync(~0u, exists);
-    bf16_units_ = __ballot_sync(~0u, exists && rows_ > 0);
+    bf16_units_ = __ballot_sync(~0u, rows_ > 0);
   }
 
-  // Locates the warp's unit `index` for this lane; false: there are not so many.
-  __device__ __forceinline__ bool Find(int index) {
+  // Locates the warp's unit `index` for this lane.
+  __device__ __forceinline__ void Find(int index) {
     rows_ = 0;
-    second_ = nullptr;
+    first_ = second_ = nullptr;
     int offset = warp_ + index * T::kWarps;
     Piece piece = FirstPiece(block_);
     bool exists = true;
@@ -105,7 +103,6 @@ class Ring {
       if (exists) NextPiece(params_, block_, &piece);
     }
     if (exists) Locate(piece, offset);
-    return exists;
   }
 
   // Unit `index` of the piece.
@@ -142,11 +139,11 @@ class Ring {
         __shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), source));
   }
 
-  __device__ __forceinline__ void CopyPages(int source) {
-    const uint32_t slot = SharedAddress(shared_->Unit(warp_, kUnits, request_index_));
-    const uint32_t barrier = Arrived(request_index_);
+  __device__ __forceinline__ void CopyPages(int source, int place) {
+    const uint32_t slot = SharedAddress(shared_->Unit(warp_, kUnits, place));
+    const uint32_t barrier = Arrived(place);
 #if __CUDA_ARCH__ >= 900
-    if (lane_ == source) {
+    if (lane_ == source && first_ != nullptr) {
       const bool two = second_ != nullptr;
       BarrierExpect(barrier, two ? 2 * T::kRunBytes : T::kRunBytes);
       BulkCopy(slot, first_, T::kRunBytes, barrier);
@@ -156,6 +153,7 @@ class Ring {
 #else
     const uint8_t* first = Broadcast(first_, source);
     const uint8_t* second = Broadcast(second_, source);
+    if (first == nullptr) return;
     for (int i = 16 * lane_; i < T::kRunBytes; i += 512) {
       CopyAsync16(slot + i, first + i);
       if (second != nullptr) CopyAsync16(slot + T::kSlotBytes + i, second + i);
@@ -165,7 +163,7 @@ class Ring {
   }
 
   // Lane i copies row i: keys, then values.
-  __device__ __forceinline__ void CopyRows(int source) {
+  __device__ __forceinline__ void CopyRows(int source, int place) {
     constexpr int kRow = 2 * T::kDim;
     const int rows = __shfl_sync(~0u, rows_, source);
     const uint8_t* keys = Broadcast(first_, source);
@@ -174,10 +172,10 @@ class Ring {
     const bool is_value = lane_ / T::kUnitTokens == 1;
     const bool valid = lane_ < 2 * T::kUnitTokens && row < rows;
     const uint32_t values_at = T::kPages == 2 ? T::kSlotBytes : T::kUnitTokens * T::kRowBytes;
-    const uint32_t destination = SharedAddress(shared_->Unit(warp_, kUnits, request_index_)) +
+    const uint32_t destination = SharedAddress(shared_->Unit(warp_, kUnits, place)) +
                                  (is_value ? values_at : 0) + row * T::kRowBytes;
     const uint8_t* from = (is_value ? values : keys) + row * kRow;
-    const uint32_t barrier = Arrived(request_index_);
+    const uint32_t barrier = Arrived(place);
 #if __CUDA_ARCH__ >= 900
     if (lane_ == 0) BarrierExpect(barrier, 2 * rows * kRow);
     __syncwarp();
@@ -198,14 +196,12 @@ class Ring {
   const int lane_;
   int requested_ = 0;
   int found_end_ = 0;
-  int request_index_ = 0;
   int wait_index_ = 0;
   uint32_t wait_parity_ = 0;
-  uint32_t units_ = 0;       // Which of the 32 units found last exist,
-  uint32_t bf16_units_ = 0;  // and which are rows
+  uint32_t bf16_units_ = 0;  // Which of the 32 units found last are rows
   // This lane's one of them.
   int rows_ = 0;                     // of a BF16 unit, otherwise 0
-  const uint8_t* first_ = nullptr;   // Page, or keys
+  const uint8_t* first_ = nullptr;   // Page, or keys; null: there is no such unit
   const uint8_t* second_ = nullptr;  // Second page or null, or values
 };
 
