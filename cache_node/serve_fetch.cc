@@ -1,0 +1,235 @@
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cache_node/serve.h"
+#include "cache_node/serve_messages.h"
+#include "proto/check.h"
+#include "proto/data_plane.h"
+#include "proto/object.h"
+#include "proto/status_macros.h"
+
+// The data plane's reading half: what a worker asks for, and how it leaves.
+namespace okv {
+
+void DataPlane::OnFetchRequest(Session* session, absl::string_view message) {
+  v1::FetchRequest request;
+  if (!ParseMessage(message, &request)) {
+    Close(session, "a fetch request cannot be read");
+    return;
+  }
+  const absl::Status status = CheckFetch(*session, request);
+  if (!status.ok()) {
+    const int count = std::min<int>(request.objects_size(), kObjectsPerFetchMax);
+    for (int i = 0; i < count; ++i) {
+      SendFailure(session, request.request_id(), static_cast<uint32_t>(i), status);
+    }
+    return;
+  }
+  const int64_t now_nanos = parts_.clock->NowNanos();
+  const uint64_t max_us = static_cast<uint64_t>(options_.fetch_nanos_max / 1000);
+  const uint64_t deadline_us =
+      request.deadline_us() == 0 ? max_us : std::min(request.deadline_us(), max_us);
+  const int64_t deadline_nanos = now_nanos + static_cast<int64_t>(deadline_us) * 1000;
+  if (session->queue.empty() || deadline_nanos < session->queue_deadline_nanos) {
+    session->queue_deadline_nanos = deadline_nanos;
+  }
+  for (int i = 0; i < request.objects_size(); ++i) {
+    const v1::FetchObject& object = request.objects(i);
+    const absl::StatusOr<BlockKey> key = BlockKey::FromBytes(object.key());
+    if (!key.ok() || !IsCodec(static_cast<uint32_t>(object.codec()))) {
+      SendFailure(session, request.request_id(), static_cast<uint32_t>(i),
+                  absl::InvalidArgumentError("an object needs a key of 32 bytes and a codec"));
+      continue;
+    }
+    auto delivery = std::make_shared<Delivery>();
+    delivery->request_id = request.request_id();
+    delivery->ordinal = static_cast<uint32_t>(i);
+    delivery->id = {.key = *key, .codec = static_cast<Codec>(object.codec())};
+    delivery->index = BlockIndex(object.index());
+    delivery->received_nanos = now_nanos;
+    delivery->deadline_nanos = deadline_nanos;
+    session->queue.push_back(std::move(delivery));
+  }
+  TakeTurn(session);
+  Pump();
+}
+
+absl::Status DataPlane::CheckFetch(const Session& session, const v1::FetchRequest& request) const {
+  if (request.objects_size() > static_cast<int>(kObjectsPerFetchMax)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        request.objects_size(), " objects in one request, at most ", kObjectsPerFetchMax));
+  }
+  if (request.format_id() != session.format_id.view()) {
+    const absl::StatusOr<FormatId> id = FormatId::FromBytes(request.format_id());
+    return FormatMismatch("the request's format is not the session's",
+                          id.ok() ? parts_.formats->Find(*id) : nullptr, *session.format);
+  }
+  const bool all_layers =
+      request.layer_begin() == 0 &&
+      (request.layer_end() == 0 || request.layer_end() == session.layout.layers_count);
+  const bool all_heads = request.head_begin() == 0 &&
+                         (request.head_end() == 0 || request.head_end() == session.layout.kv_heads);
+  if (!all_layers || !all_heads) {
+    return absl::InvalidArgumentError(
+        "this node sends whole objects only: ask for all layers and "
+        "heads");
+  }
+  if (session.queue.size() + static_cast<size_t>(request.objects_size()) >
+      options_.objects_queued_max) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(session.queue.size(), " objects of this session wait already"));
+  }
+  return absl::OkStatus();
+}
+
+void DataPlane::TakeTurn(Session* session) {
+  if (session->has_turn || session->state != Session::State::kOpen || session->queue.empty() ||
+      session->sending.size() >= options_.bulks_per_session_max) {
+    return;
+  }
+  session->has_turn = true;
+  turns_.push_back(session->id);
+}
+
+void DataPlane::Pump() {
+  while (!turns_.empty() && bulks_count_ < options_.bulks_max) {
+    Session* session = FindById(turns_.front());
+    turns_.pop_front();
+    if (session == nullptr) continue;
+    session->has_turn = false;
+    if (session->queue.empty()) continue;
+    DeliveryRef delivery = std::move(session->queue.front());
+    session->queue.pop_front();
+    Start(session, std::move(delivery));
+    TakeTurn(session);
+  }
+}
+
+void DataPlane::Start(Session* session, DeliveryRef delivery) {
+  absl::Status status = PinFor(*session, delivery.get());
+  if (status.ok() && parts_.clock->NowNanos() >= delivery->deadline_nanos) {
+    status = absl::DeadlineExceededError("the deadline passed before its turn came");
+  }
+  if (!status.ok()) {
+    SendFailure(session, delivery->request_id, delivery->ordinal, status);
+    return;
+  }
+  const uint64_t serial = next_serial_++;
+  session->sending[serial] = delivery;
+  ++bulks_count_;
+  if (!delivery->pin.dram().empty()) {
+    SendDelivery(session, serial, delivery.get());
+    return;
+  }
+  delivery->tier = "disk";
+  disk_.Add([this, session_id = session->id, serial, delivery] {
+    absl::StatusOr<std::unique_ptr<uint8_t[]>> own = parts_.spiller->Load(&delivery->pin);
+    delivery->loaded = own.status();
+    if (own.ok()) delivery->own = *std::move(own);
+    parts_.transport->Post(
+        [this, session_id, serial, delivery] { Loaded(session_id, serial, delivery); });
+  });
+}
+
+absl::Status DataPlane::PinFor(const Session& session, Delivery* delivery) {
+  absl::StatusOr<ObjectPin> found = parts_.table->Pin(delivery->id);
+  if (!found.ok()) {
+    parts_.metrics->FetchMiss(NodeMetrics::Miss::kNotHeld);
+    return found.status();
+  }
+  ObjectPin pin = *std::move(found);
+  const HeldObject& object = pin.object();
+  if (object.tenant != session.tenant) {
+    // The same answer as for a miss: a tenant learns nothing of another's objects.
+    parts_.metrics->FetchMiss(NodeMetrics::Miss::kOtherTenant);
+    return absl::NotFoundError(absl::StrCat(CodecName(delivery->id.codec), " object ",
+                                            delivery->id.key.Short(), " is not held here"));
+  }
+  if (object.header.format_id != session.format_id) {
+    return FormatMismatch(
+        absl::StrCat("object ", delivery->id.key.Short(), " was stored under another format"),
+        parts_.formats->Find(object.header.format_id), *session.format);
+  }
+  if (object.header.index != delivery->index) {
+    return absl::FailedPreconditionError(absl::StrCat("object ", delivery->id.key.Short(),
+                                                      " is block ", object.header.index.value(),
+                                                      ", not ", delivery->index.value()));
+  }
+  delivery->pin = std::move(pin);
+  return absl::OkStatus();
+}
+
+void DataPlane::Loaded(uint64_t session_id, uint64_t serial, DeliveryRef delivery) {
+  Session* session = FindById(session_id);
+  if (session != nullptr && session->state == Session::State::kOpen && delivery->loaded.ok()) {
+    SendDelivery(session, serial, delivery.get());
+    return;
+  }
+  --bulks_count_;
+  if (session != nullptr) {
+    session->sending.erase(serial);
+    if (session->state == Session::State::kOpen) {
+      SendFailure(session, delivery->request_id, delivery->ordinal, delivery->loaded);
+    }
+    TakeTurn(session);
+  }
+  Pump();
+}
+
+void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delivery) {
+  const ObjectHeader& object = delivery->pin.object().header;
+  v1::ObjectDelivery header;
+  header.set_request_id(delivery->request_id);
+  header.set_ordinal(delivery->ordinal);
+  header.set_object_header(object.Encode());
+  const std::string header_bytes = header.SerializeAsString();
+  if (header_bytes.size() > session->connection->header_bytes_max()) {
+    OnSent(
+        session, serial,
+        absl::FailedPreconditionError(absl::StrCat(
+            "the object's header of ", header_bytes.size(), " bytes does not fit the ",
+            session->connection->header_bytes_max(), " of ", session->connection->description())));
+    return;
+  }
+  const absl::Span<const uint8_t> payload =
+      delivery->own != nullptr ? absl::MakeConstSpan(delivery->own.get(), object.payload_bytes)
+                               : delivery->pin.dram();
+  delivery->sending = true;
+  session->connection->SendBulk(
+      MessageType::kObjectDelivery, header_bytes, payload,
+      [this, session, serial](absl::Status status) { OnSent(session, serial, status); });
+}
+
+// A session lives until every done of its connection has run.
+void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& status) {
+  const auto found = session->sending.find(serial);
+  OKV_CHECK(found != session->sending.end());
+  const DeliveryRef delivery = std::move(found->second);
+  session->sending.erase(found);
+  --bulks_count_;
+  if (status.ok()) {
+    const int64_t nanos = parts_.clock->NowNanos() - delivery->received_nanos;
+    parts_.metrics->FetchHit(delivery->tier, static_cast<double>(nanos) * 1e-9);
+  } else if (!delivery->sending) {
+    SendFailure(session, delivery->request_id, delivery->ordinal, status);
+  } else {
+    parts_.metrics->FetchFailure(status.code());  // The reader is gone, or did not want it.
+  }
+  delivery->pin.Release();
+  TakeTurn(session);
+  Pump();
+}
+
+void DataPlane::SendFailure(Session* session, uint64_t request_id, uint32_t ordinal,
+                            const absl::Status& status) {
+  if (!absl::IsNotFound(status)) parts_.metrics->FetchFailure(status.code());  // Misses: PinFor.
+  v1::ObjectFailure failure;
+  failure.set_request_id(request_id);
+  failure.set_ordinal(ordinal);
+  failure.set_code(static_cast<int>(status.code()));
+  failure.set_message(Reason(status));
+  session->connection->Send(MessageType::kObjectFailure, failure.SerializeAsString());
+}
+
+}  // namespace okv
