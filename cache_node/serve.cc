@@ -23,14 +23,19 @@ constexpr size_t kClientNameBytesMax = 256;
 
 absl::Status DataPlaneOptions::Validate() const {
   if (sessions_max == 0 || objects_queued_max < kObjectsPerFetchMax || bulks_per_session_max == 0 ||
-      bulks_max < bulks_per_session_max || puts_per_session_max == 0 || disk_threads == 0) {
+      bulks_max < bulks_per_session_max || puts_per_session_max == 0 || disk_threads == 0 ||
+      copy_threads == 0) {
     return absl::InvalidArgumentError("a limit of the data plane is 0, or below what it must hold");
   }
   return absl::OkStatus();
 }
 
 DataPlane::DataPlane(const DataPlaneOptions& options, Parts parts)
-    : options_(options), parts_(std::move(parts)), disk_(options.disk_threads) {}
+    : options_(options),
+      parts_(std::move(parts)),
+      staging_(options.staging_kept_bytes_max),
+      disk_(options.disk_threads),
+      copiers_(options.copy_threads) {}
 
 DataPlane::~DataPlane() {
   StopThreads();
@@ -51,6 +56,7 @@ void DataPlane::StopThreads() {
   }
   if (ticker_.joinable()) ticker_.join();
   disk_.Stop();
+  copiers_.Stop();
 }
 
 void DataPlane::RunTicker() {

@@ -16,8 +16,10 @@
 #include "cache_node/formats.h"
 #include "cache_node/node_metrics.h"
 #include "cache_node/spill.h"
+#include "cache_node/staging_pool.h"
 #include "cache_node/work_queue.h"
 #include "client/transport/transport.h"
+#include "proto/block_range.h"
 #include "proto/clock.h"
 #include "proto/data_plane.pb.h"
 #include "proto/mutex.h"
@@ -37,6 +39,9 @@ struct DataPlaneOptions {
   // Puts offered and not yet answered, a session.
   size_t puts_per_session_max = 4096;
   uint32_t disk_threads = 2;
+  // Copy the heads of tensor-parallel ranks together: one runs as fast as a core copies.
+  uint32_t copy_threads = 2;
+  uint64_t staging_kept_bytes_max = uint64_t{64} << 20;
 
   int64_t hello_nanos_max = 10'000'000'000;  // A connection that says nothing is closed.
   int64_t fetch_nanos_max = 60'000'000'000;  // Also for a request without a deadline.
@@ -52,7 +57,8 @@ struct DataPlaneOptions {
 // Answers workers. A session is a connection: Hello first, with a ticket and a format; then
 // fetches, which send objects straight from the arena, and puts, which receive straight into it.
 // What a peer sends is checked before it is used, and nothing is allocated by a length it claims.
-// Everything private is owned by the transport's thread. Disk reads run on a few threads beside it.
+// Everything private is owned by the transport's thread. Disk reads and the copies that
+// ranges need run on a few threads beside it.
 class DataPlane final : public Transport::AcceptHandler {
  public:
   struct Parts {
@@ -98,10 +104,12 @@ class DataPlane final : public Transport::AcceptHandler {
     uint32_t ordinal;
     ObjectId id;
     BlockIndex index;
+    BlockRange range;
     int64_t received_nanos;
     int64_t deadline_nanos;
     ObjectPin pin;                   // From its turn on.
     std::unique_ptr<uint8_t[]> own;  // The payload, when DRAM has no room for it.
+    StagingPool::Buffer staged;      // The range, when the payload has it in several pieces.
     absl::Status loaded;             // How the disk read ended.
     absl::string_view tier = "dram";
     bool sending = false;
@@ -147,12 +155,16 @@ class DataPlane final : public Transport::AcceptHandler {
   absl::Status OpenSession(Session* session, const v1::Hello& hello);
 
   void OnFetchRequest(Session* session, absl::string_view message);
-  absl::Status CheckFetch(const Session& session, const v1::FetchRequest& request) const;
+  // The range of each object, once everything else the request says was checked.
+  absl::StatusOr<BlockRange> CheckFetch(const Session& session,
+                                        const v1::FetchRequest& request) const;
   // Gives free places to sessions that have something to send, in turn.
   void Pump();
   void TakeTurn(Session* session);
   void Start(Session* session, DeliveryRef delivery);
   absl::Status PinFor(const Session& session, Delivery* delivery);
+  // Copies the range together when the payload has it in several pieces. Any thread.
+  void Gather(Delivery* delivery);
   void Loaded(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
   void SendDelivery(Session* session, uint64_t serial, Delivery* delivery);
   void OnSent(Session* session, uint64_t serial, const absl::Status& status);
@@ -190,7 +202,9 @@ class DataPlane final : public Transport::AcceptHandler {
   CondVar stop_changed_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 
+  StagingPool staging_;
   WorkQueue disk_;
+  WorkQueue copiers_;
   std::thread ticker_;
 };
 

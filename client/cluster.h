@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "proto/block_key.h"
+#include "proto/block_range.h"
 #include "proto/format.h"
 #include "proto/object.h"
 #include "proto/rotation_set.h"
@@ -50,7 +51,9 @@ struct FetchItem {
   ObjectId id;
   BlockIndex index;
   std::vector<LookupResult::Node> nodes;  // Who holds it, best first: tried in order.
-  absl::Span<uint8_t> buffer;  // layout.block_bytes(id.codec); alive until Fetch returns.
+  // As many bytes as the range has, the whole block's layout.block_bytes(id.codec); alive until
+  // Fetch returns.
+  absl::Span<uint8_t> buffer;
 };
 
 struct PutItem {
@@ -92,8 +95,17 @@ class Cluster {
   // OK the buffer holds the verified payload; kNotFound a miss; kDataLoss it arrived damaged from
   // every node that has it; kUnavailable its nodes are gone; kDeadlineExceeded. No byte of a failed
   // item is valid. When Fetch returns nothing writes into any buffer.
+  //
+  // A tensor-parallel rank names its heads in `range` (what it leaves out is all of them, as of the
+  // layers): a buffer then holds the range's own bytes, the first layer's runs of these heads, then
+  // the next layer's. It does not matter at which degree a block was written. kInvalidArgument
+  // naming the field of a range that the format does not have; kFailedPrecondition for a node too
+  // old for ranges.
   virtual std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items,
-                                          absl::Duration deadline) = 0;
+                                          const BlockRange& range, absl::Duration deadline) = 0;
+  std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items, absl::Duration deadline) {
+    return Fetch(items, BlockRange{}, deadline);
+  }
 
   // Reserves and writes objects. One status per item: OK committed; kAlreadyExists somebody stored
   // it before (nothing to do); kResourceExhausted no room (back off); kAborted another writer is at

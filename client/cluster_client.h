@@ -37,7 +37,8 @@ class ClusterClient final : public Cluster {
   const std::string& tenant_salt() const override { return tenant_salt_; }
   absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys,
                                       absl::Duration deadline) override;
-  std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items,
+  using Cluster::Fetch;
+  std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items, const BlockRange& range,
                                   absl::Duration deadline) override;
   std::vector<absl::Status> Put(absl::Span<const PutItem> items, const std::string& write_group,
                                 absl::Duration deadline) override;

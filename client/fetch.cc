@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "client/call_board.h"
 #include "client/cluster_client.h"
+#include "proto/block_range.h"
 #include "proto/check.h"
 #include "proto/object.h"
 
@@ -17,8 +18,13 @@ namespace okv {
 // is asked of its next one, until the deadline. Lives on the caller's stack; used by its thread.
 class ClusterClient::FetchCall {
  public:
-  FetchCall(ClusterClient* client, absl::Span<const FetchItem> items, absl::Duration deadline)
-      : client_(client), items_(items), deadline_(absl::Now() + deadline), states_(items.size()) {}
+  FetchCall(ClusterClient* client, absl::Span<const FetchItem> items, const BlockRange& range,
+            absl::Duration deadline)
+      : client_(client),
+        items_(items),
+        range_(ResolveRange(range, client->layout_)),
+        deadline_(absl::Now() + deadline),
+        states_(items.size()) {}
 
   std::vector<absl::Status> Run();
 
@@ -45,6 +51,7 @@ class ClusterClient::FetchCall {
 
   ClusterClient* const client_;
   const absl::Span<const FetchItem> items_;
+  const absl::StatusOr<BlockRange> range_;
   const absl::Time deadline_;
   std::vector<ItemState> states_;
   std::vector<Group> groups_;
@@ -88,7 +95,11 @@ void ClusterClient::FetchCall::CheckItems() {
   unfinished_ = items_.size();
   for (size_t i = 0; i < items_.size(); ++i) {
     const FetchItem& item = items_[i];
-    const size_t expected = client_->layout_.block_bytes(item.id.codec);
+    if (!range_.ok()) {
+      Finish(i, range_.status());
+      continue;
+    }
+    const size_t expected = range_->bytes(client_->layout_, item.id.codec);
     if (item.buffer.size() != expected) {
       Finish(i,
              absl::InvalidArgumentError(absl::StrCat(
@@ -120,8 +131,10 @@ void ClusterClient::FetchCall::Start(const std::vector<size_t>& ready) {
       targets.push_back(
           {.id = items_[item].id, .index = items_[item].index, .buffer = items_[item].buffer});
     }
+    // Nodes older than ranges know the whole as the range that is not said.
+    const bool whole = *range_ == BlockRange::Whole(client_->layout_);
     groups_.back().lease.session->Fetch(
-        std::move(targets), deadline_ - absl::Now(),
+        std::move(targets), whole ? BlockRange{} : *range_, deadline_ - absl::Now(),
         [this, group, members = members](size_t target, absl::StatusOr<ObjectHeader> header) {
           CallBoard::Result result = {.group = group,
                                       .item = members[target],
@@ -194,7 +207,7 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
       absl::Status status = result.status;
       if (status.ok()) {
         // Here, on the caller's thread, while the transport's receives the next ones.
-        status = VerifyObject(*result.header, client_->layout_, items_[result.item].buffer);
+        status = VerifyRange(*result.header, client_->layout_, *range_, items_[result.item].buffer);
       }
       if (Handle(result.item, group, status)) ready.push_back(result.item);
     }
@@ -206,8 +219,8 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
 }
 
 std::vector<absl::Status> ClusterClient::Fetch(absl::Span<const FetchItem> items,
-                                               absl::Duration deadline) {
-  FetchCall call(this, items, deadline);
+                                               const BlockRange& range, absl::Duration deadline) {
+  FetchCall call(this, items, range, deadline);
   return call.Run();
 }
 

@@ -49,33 +49,50 @@ void NodeSession::WhenOpen(std::function<void()> call) {
   }
 }
 
-void NodeSession::Fetch(std::vector<FetchTarget> targets, absl::Duration deadline, FetchDone done) {
-  transport_->Post([self = shared_from_this(), targets = std::move(targets), deadline,
+void NodeSession::Fetch(std::vector<FetchTarget> targets, const BlockRange& range,
+                        absl::Duration deadline, FetchDone done) {
+  transport_->Post([self = shared_from_this(), targets = std::move(targets), range, deadline,
                     done = std::move(done)] {
-    self->WhenOpen([self, targets, deadline, done] { self->StartFetch(targets, deadline, done); });
+    self->WhenOpen([self, targets, range, deadline, done] {
+      self->StartFetch(targets, range, deadline, done);
+    });
   });
 }
 
-void NodeSession::StartFetch(const std::vector<FetchTarget>& targets, absl::Duration deadline,
-                             const FetchDone& done) {
-  if (state_ != State::kOpen) {
-    // A closing session ends its calls when the connection is gone; this one never reached it.
-    for (size_t i = 0; i < targets.size(); ++i) done(i, why_);
-    return;
-  }
-  for (size_t first = 0; first < targets.size(); first += objects_per_fetch_) {
-    const size_t count = std::min<size_t>(objects_per_fetch_, targets.size() - first);
-    SendFetch({targets.begin() + first, targets.begin() + first + count}, first, deadline, done);
-  }
+absl::Status NodeSession::TooOld(absl::string_view what) const {
+  return absl::FailedPreconditionError(absl::StrCat(
+      "node ", options_.node_id, " speaks protocol ", kProtocolMajor, ".", node_minor_,
+      ", which has no ", what, "; this client speaks ", kProtocolMajor, ".", kProtocolMinor));
 }
 
-void NodeSession::SendFetch(std::vector<FetchTarget> targets, size_t first, absl::Duration deadline,
-                            const FetchDone& done) {
+void NodeSession::StartFetch(const std::vector<FetchTarget>& targets, const BlockRange& range,
+                             absl::Duration deadline, const FetchDone& done) {
+  // A closing session ends its calls when the connection is gone; this one never reached it.
+  absl::Status refused = state_ == State::kOpen ? absl::OkStatus() : why_;
+  if (refused.ok() && range != BlockRange{} && node_minor_ < kProtocolMinorRanges) {
+    refused = TooOld("ranges");
+  }
+  if (!refused.ok()) {
+    for (size_t i = 0; i < targets.size(); ++i) done(i, refused);
+    return;
+  }
   v1::FetchRequest request;
-  request.set_request_id(next_request_++);
   request.set_format_id(std::string(options_.format_id.view()));
   request.set_deadline_us(
       static_cast<uint64_t>(std::max<int64_t>(1, absl::ToInt64Microseconds(deadline))));
+  request.set_layer_begin(range.layer_begin);
+  request.set_layer_end(range.layer_end);
+  request.set_head_begin(range.head_begin);
+  request.set_head_end(range.head_end);
+  for (size_t first = 0; first < targets.size(); first += objects_per_fetch_) {
+    const size_t count = std::min<size_t>(objects_per_fetch_, targets.size() - first);
+    SendFetch(request, {targets.begin() + first, targets.begin() + first + count}, first, done);
+  }
+}
+
+void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> targets,
+                            size_t first, const FetchDone& done) {
+  request.set_request_id(next_request_++);
   for (const FetchTarget& target : targets) {
     v1::FetchObject* object = request.add_objects();
     object->set_key(std::string(target.id.key.view()));
@@ -244,6 +261,7 @@ void NodeSession::HandleHelloReply(absl::string_view message) {
         "node ", options_.node_id, " is gone: ", options_.address, " is node ", reply.node_id())));
     return;
   }
+  node_minor_ = reply.protocol_minor();
   if (reply.objects_per_fetch_max() != 0) {
     objects_per_fetch_ = std::min(kObjectsPerFetchMax, reply.objects_per_fetch_max());
   }
@@ -291,9 +309,7 @@ absl::StatusOr<ObjectHeader> NodeSession::CheckHeader(const FetchTarget& target,
   if (header.format_id != options_.format_id) wrong = "format_id";
   if (header.id != target.id) wrong = "key or codec";
   if (header.index != target.index) wrong = "block index";
-  if (header.payload_bytes != payload_bytes || payload_bytes != target.buffer.size()) {
-    wrong = "size";
-  }
+  if (payload_bytes != target.buffer.size()) wrong = "size";
   if (wrong != nullptr) {
     return absl::DataLossError(absl::StrCat("node ", options_.node_id, " sent another object than ",
                                             target.id.key.Short(), ": its ", wrong, " differs"));

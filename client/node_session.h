@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/transport/transport.h"
+#include "proto/block_range.h"
 #include "proto/data_plane.pb.h"
 #include "proto/ids.h"
 #include "proto/object.h"
@@ -50,13 +51,15 @@ class NodeSession final : public ConnectionHandler,
     BlockIndex index;
     absl::Span<uint8_t> buffer;
   };
-  // `done` runs once for each target, with the header that came with the payload now in its buffer;
-  // the caller verifies the checksums. Afterwards nothing writes into that buffer. Errors: the
+  // `range` is what is wanted of each target; all zero: the whole. `done` runs once for each
+  // target, with the header that came with the payload now in its buffer; the caller verifies the
+  // checksums. Afterwards nothing writes into that buffer. Errors: the
   // node's own (kNotFound, kDeadlineExceeded, ...), kDataLoss for a header or a size that is not
-  // the target's, or why the session broke: kUnavailable, what Break was given, what Hello was
-  // answered.
+  // the target's, kFailedPrecondition naming both versions when the node is too old for ranges, or
+  // why the session broke: kUnavailable, what Break was given, what Hello was answered.
   using FetchDone = std::function<void(size_t target, absl::StatusOr<ObjectHeader> header)>;
-  void Fetch(std::vector<FetchTarget> targets, absl::Duration deadline, FetchDone done);
+  void Fetch(std::vector<FetchTarget> targets, const BlockRange& range, absl::Duration deadline,
+             FetchDone done);
 
   struct PutTarget {
     std::string reservation;
@@ -110,10 +113,14 @@ class NodeSession final : public ConnectionHandler,
 
   void Connect();
   void WhenOpen(std::function<void()> call);
-  void StartFetch(const std::vector<FetchTarget>& targets, absl::Duration deadline,
-                  const FetchDone& done);
-  void SendFetch(std::vector<FetchTarget> targets, size_t first, absl::Duration deadline,
+  void StartFetch(const std::vector<FetchTarget>& targets, const BlockRange& range,
+                  absl::Duration deadline, const FetchDone& done);
+  // `request` has everything but its id and its objects: targets [first, first + targets.size()) of
+  // the call.
+  void SendFetch(v1::FetchRequest request, std::vector<FetchTarget> targets, size_t first,
                  const FetchDone& done);
+  // What a node that speaks an older minor is not asked.
+  absl::Status TooOld(absl::string_view what) const;
   void SendPuts();
   void HandleHelloReply(absl::string_view message);
   void HandleFailure(absl::string_view message);
@@ -136,6 +143,7 @@ class NodeSession final : public ConnectionHandler,
   Connection* connection_ = nullptr;
   std::shared_ptr<NodeSession> self_;  // While the connection may call this.
   uint32_t objects_per_fetch_ = kObjectsPerFetchMax;
+  uint32_t node_minor_ = 0;                     // The node's protocol.
   std::vector<std::function<void()>> waiting_;  // Calls before the node's answer.
   uint64_t next_request_ = 1;
   absl::flat_hash_map<uint64_t, PendingFetch> fetches_;

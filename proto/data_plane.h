@@ -8,8 +8,12 @@ namespace okv {
 
 // Two processes talk when the majors are equal and the minors differ by at most one; otherwise the
 // answer is FAILED_PRECONDITION naming both versions.
+//
+// Minor 1 adds ranges: a fetch of a part of each page, a put of a part of a block.
 inline constexpr uint32_t kProtocolMajor = 1;
-inline constexpr uint32_t kProtocolMinor = 0;
+inline constexpr uint32_t kProtocolMinor = 1;
+// A peer of an older minor does without.
+inline constexpr uint32_t kProtocolMinorRanges = 1;
 constexpr bool ProtocolCompatible(uint32_t major, uint32_t minor) {
   return major == kProtocolMajor && minor <= kProtocolMinor + 1 && kProtocolMinor <= minor + 1;
 }

@@ -199,7 +199,7 @@ class TestWorker final : public ConnectionHandler {
   }
   bool WaitFor(const char* what, const std::function<bool()>& ready) {
     MutexLock lock(&mu_);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!ready()) {
       if (std::chrono::steady_clock::now() > end) {
         ADD_FAILURE() << "waited in vain for " << what;

@@ -207,6 +207,72 @@ TEST_P(ClusterTest, FetchOfBothCodecsChecksTheCodec) {
   EXPECT_TRUE(buffer == PayloadOf(1, Codec::kBf16));
 }
 
+TEST_P(ClusterTest, FetchOfARangeReceivesItsRunsAndVerifiesThemByTheirPlaceInTheBlock) {
+  NodeProcess* bad = AddNode("node-1");
+  NodeProcess* good = AddNode("node-2");
+  for (NodeProcess* node : {bad, good}) {
+    Store(node, 10);
+    node->node.layout = layout_;
+  }
+  // In head 1 of layer 1: rank 0 does not see it, rank 1 goes on to the good copy.
+  bad->node.objects[Id(3)].payload[layout_.run_offset(Codec::kInt2, 1, 1) + 9] ^= 1;
+  Start(bad);
+  Start(good);
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    const BlockRange range = {.head_begin = rank, .head_end = rank + 1};
+    const size_t run_bytes = layout_.run_bytes(Codec::kInt2);
+    buffers_.assign(10, std::vector<uint8_t>(2 * run_bytes));
+    std::vector<FetchItem> items;
+    for (uint32_t i = 0; i < 10; ++i) {
+      items.push_back({.id = Id(i),
+                       .index = BlockIndex(i),
+                       .nodes = {bad->where(), good->where()},
+                       .buffer = absl::MakeSpan(buffers_[i])});
+    }
+    const auto statuses = cluster()->Fetch(items, range, kLong);
+    for (uint32_t i = 0; i < 10; ++i) {
+      EXPECT_TRUE(statuses[i].ok()) << statuses[i];
+      for (uint32_t layer = 0; layer < 2; ++layer) {
+        const std::vector<uint8_t> block = PayloadOf(i);
+        EXPECT_EQ(absl::MakeConstSpan(buffers_[i]).subspan(layer * run_bytes, run_bytes),
+                  absl::MakeConstSpan(block).subspan(layout_.run_offset(Codec::kInt2, layer, rank),
+                                                     run_bytes));
+      }
+    }
+    items[0].nodes = {bad->where()};
+    items[3].nodes = {bad->where()};
+    const auto alone = cluster()->Fetch(items, range, kLong);
+    EXPECT_TRUE(alone[0].ok()) << alone[0];
+    EXPECT_EQ(absl::IsDataLoss(alone[3]), rank == 1) << alone[3];
+  }
+}
+
+TEST_P(ClusterTest, ARangeThatTheFormatDoesNotHaveIsInvalidArgumentNamingTheField) {
+  std::vector<uint8_t> buffer(layout_.run_bytes(Codec::kInt2));
+  const FetchItem item = {
+      .id = Id(0), .index = BlockIndex(0), .nodes = {}, .buffer = absl::MakeSpan(buffer)};
+  const absl::Status status = cluster()->Fetch({item}, {.head_begin = 2, .head_end = 3}, kLong)[0];
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("head_end"));
+}
+
+TEST_P(ClusterTest, ANodeTooOldForRangesIsNamedAndStillAskedForTheWhole) {
+  NodeProcess* node = AddNode("node-1");
+  node->node.protocol_minor = 0;
+  Store(node, 1);
+  Start(node);
+  std::vector<uint8_t> buffer(2 * layout_.run_bytes(Codec::kInt2));
+  const FetchItem item = {.id = Id(0),
+                          .index = BlockIndex(0),
+                          .nodes = {node->where()},
+                          .buffer = absl::MakeSpan(buffer)};
+  const absl::Status status = cluster()->Fetch({item}, {.head_end = 1}, kLong)[0];
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("1.0"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("1.1"));
+  ExpectAllFetched(Fetch(1, {node->where()}));
+}
+
 TEST_P(ClusterTest, AnObjectThatNoNodeHasIsNotFoundAndTheOthersArrive) {
   NodeProcess* node = AddNode("node-1");
   Store(node, 3);

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,10 +36,12 @@ class FakeNode : public Transport::AcceptHandler {
   std::map<ObjectId, absl::Status> failures;
   std::map<ObjectId, ObjectId> swapped;  // Answers the second when asked the first.
   bool silent = false;                   // Never answers a fetch or an offer.
-  int deliveries_before_death = -1;      // Then closes the connection.
-  absl::Status put_status;               // What offers are answered.
-  bool refuse_puts = false;              // Refuses the payload, too.
-  size_t answer_puts_by = 1;  // Answers when so many wait for it, or puts_count are here.
+  std::optional<PageLayout> layout;      // Of the objects, for fetches of a range.
+  uint32_t protocol_minor = kProtocolMinor;
+  int deliveries_before_death = -1;  // Then closes the connection.
+  absl::Status put_status;           // What offers are answered.
+  bool refuse_puts = false;          // Refuses the payload, too.
+  size_t answer_puts_by = 1;         // Answers when so many wait for it, or puts_count are here.
   size_t puts_count = 0;
 
   // Read after the transport is gone.
@@ -61,7 +65,7 @@ class FakeNode : public Transport::AcceptHandler {
       reply.set_code(static_cast<int32_t>(status.code()));
       reply.set_message(std::string(status.message()));
       reply.set_protocol_major(kProtocolMajor);
-      reply.set_protocol_minor(kProtocolMinor);
+      reply.set_protocol_minor(protocol_minor);
       reply.set_node_id(node_id);
       reply.set_objects_per_fetch_max(7);  // So that a test's fetch takes several requests.
       connection->Send(MessageType::kHelloReply, reply.SerializeAsString());
@@ -136,13 +140,29 @@ class FakeNode : public Transport::AcceptHandler {
     delivery.set_object_header(found->second.header.Encode());
     const bool last = deliveries_before_death == 1;
     if (deliveries_before_death > 0) --deliveries_before_death;
-    connection->SendBulk(MessageType::kObjectDelivery, delivery.SerializeAsString(),
-                         found->second.payload, [this, connection, last](absl::Status status) {
+    const absl::Span<const uint8_t> payload = PayloadOf(found->second, request);
+    connection->SendBulk(MessageType::kObjectDelivery, delivery.SerializeAsString(), payload,
+                         [this, connection, last](absl::Status status) {
                            if (!last || !status.ok()) return;
                            deliveries_before_death = -2;
                            connection->Close([] {});
                          });
     if (last) deliveries_before_death = -2;  // The others wait for an answer that never comes.
+  }
+
+  // The range that the request asks for, run by run.
+  absl::Span<const uint8_t> PayloadOf(const Stored& object, const v1::FetchRequest& request) {
+    if (request.head_end() == 0 && request.layer_end() == 0) return object.payload;
+    const Codec codec = object.header.id.codec;
+    std::vector<uint8_t>& bytes = ranges_.emplace_back();
+    for (uint32_t layer = request.layer_begin(); layer < request.layer_end(); ++layer) {
+      for (uint32_t head = request.head_begin(); head < request.head_end(); ++head) {
+        const auto run =
+            object.payload.begin() + static_cast<ptrdiff_t>(layout->run_offset(codec, layer, head));
+        bytes.insert(bytes.end(), run, run + static_cast<ptrdiff_t>(layout->run_bytes(codec)));
+      }
+    }
+    return bytes;
   }
 
   void Reply(Connection* connection, uint64_t request_id, const absl::Status& status) {
@@ -154,6 +174,7 @@ class FakeNode : public Transport::AcceptHandler {
     connection->Send(MessageType::kPutReply, reply.SerializeAsString());
   }
 
+  std::list<std::vector<uint8_t>> ranges_;  // Being sent, or sent.
   std::vector<std::unique_ptr<BulkReceive>> held_;
   std::vector<std::function<void()>> unanswered_;
 };
