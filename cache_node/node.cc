@@ -106,6 +106,7 @@ absl::Status Node::StartParts() {
           .formats = storage_->formats(),
           .metrics = &metrics_,
           .clock = clock_,
+          .arena_bytes = storage_->pool()->capacity_bytes(),
           .node_id = storage_->node_id(),
           .ticket_key =
               [this] {

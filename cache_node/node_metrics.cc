@@ -62,6 +62,9 @@ NodeMetrics::NodeMetrics()
       puts_(Counters(&registry_, "okv_node_put_total", "Objects offered, by the answer's code")),
       corrupt_(Counters(&registry_, "okv_node_corrupt_objects_total",
                         "Objects quarantined because their copy in a tier was damaged")),
+      abandoned_(&Counters(&registry_, "okv_node_blocks_abandoned_total",
+                           "Blocks given up because shares of them never came")
+                      ->Add({})),
       spilled_bytes_(&Counters(&registry_, "okv_node_spilled_bytes_total",
                                "Payload bytes copied from DRAM to disk")
                           ->Add({})),
@@ -104,6 +107,8 @@ void NodeMetrics::FetchFailure(absl::StatusCode code) {
 void NodeMetrics::Put(absl::StatusCode code) {
   puts_->Add({{"code", absl::StatusCodeToString(code)}}).Increment();
 }
+
+void NodeMetrics::BlockAbandoned() { abandoned_->Increment(); }
 
 void NodeMetrics::Spilled(uint64_t payload_bytes) {
   spilled_bytes_->Increment(static_cast<double>(payload_bytes));

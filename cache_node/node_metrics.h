@@ -42,6 +42,8 @@ class NodeMetrics {
   void FetchMiss(Miss reason);
   void FetchFailure(absl::StatusCode code);
   void Put(absl::StatusCode code);
+  // A block was given up: shares of it never came.
+  void BlockAbandoned();
   void Spilled(uint64_t payload_bytes);
   void Promoted(uint64_t payload_bytes);
   void Corrupt(absl::string_view tier);
@@ -60,6 +62,7 @@ class NodeMetrics {
   prometheus::Family<prometheus::Counter>* const failures_;
   prometheus::Family<prometheus::Counter>* const puts_;
   prometheus::Family<prometheus::Counter>* const corrupt_;
+  prometheus::Counter* const abandoned_;
   prometheus::Counter* const spilled_bytes_;
   prometheus::Counter* const promoted_bytes_;
   prometheus::Histogram* const fetch_seconds_;

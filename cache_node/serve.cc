@@ -34,8 +34,11 @@ DataPlane::DataPlane(const DataPlaneOptions& options, Parts parts)
     : options_(options),
       parts_(std::move(parts)),
       staging_(options.staging_kept_bytes_max),
+      assemblies_(parts_.table, options.assembly_nanos_max),
       disk_(options.disk_threads),
-      copiers_(options.copy_threads) {}
+      copiers_(options.copy_threads) {
+  OKV_CHECK(parts_.arena_bytes > 0);
+}
 
 DataPlane::~DataPlane() {
   StopThreads();
@@ -121,9 +124,10 @@ void DataPlane::Erase(uint64_t session_id) {
   const auto found = sessions_.find(session_id);
   OKV_CHECK(found != sessions_.end());
   by_connection_.erase(found->second->connection);
-  // Every transfer has ended; what is left waits for room or for the disk.
+  // Every transfer has ended; what is left waits for room, for the disk or for a copy.
   const std::unique_ptr<Session> session = std::move(found->second);
   sessions_.erase(found);
+  WithdrawAll(session.get());
   sessions_count_ = sessions_.size();
 }
 
@@ -210,6 +214,11 @@ void DataPlane::Tick() {
     if (!why.empty()) overdue.emplace_back(session.get(), std::move(why));
   }
   for (const auto& [session, why] : overdue) Close(session, why);
+  for (const Assemblies::Expired& expired : assemblies_.Expire(now_nanos)) {
+    parts_.log(absl::StrCat("gave up ", expired.why.message()));
+    parts_.metrics->BlockAbandoned();
+    AnswerWaiting(expired.assembly.get(), expired.why);
+  }
 }
 
 void DataPlane::ExpireQueue(Session* session, int64_t now_nanos) {

@@ -12,6 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "cache_node/assembly.h"
 #include "cache_node/block_table.h"
 #include "cache_node/formats.h"
 #include "cache_node/node_metrics.h"
@@ -46,6 +47,9 @@ struct DataPlaneOptions {
   int64_t hello_nanos_max = 10'000'000'000;  // A connection that says nothing is closed.
   int64_t fetch_nanos_max = 60'000'000'000;  // Also for a request without a deadline.
   int64_t put_nanos_max = 60'000'000'000;
+  // From a block's first share to its last. As long as the control plane's reservations live: when
+  // they have ended, another group may write the block.
+  int64_t assembly_nanos_max = 30'000'000'000;
   // A transfer still running this long after its deadline ends with its session: nothing else frees
   // what it pins.
   int64_t stall_nanos = 5'000'000'000;
@@ -68,6 +72,7 @@ class DataPlane final : public Transport::AcceptHandler {
     Formats* formats;
     NodeMetrics* metrics;
     const Clock* clock;
+    uint64_t arena_bytes;  // A block larger than this can never come in.
     std::string node_id;
     std::function<std::string()> ticket_key;  // Empty: nobody can be let in yet.
     std::function<void(ObjectRef object)> on_committed;
@@ -117,15 +122,18 @@ class DataPlane final : public Transport::AcceptHandler {
   // Shared with a disk read, which outlives a session that closes.
   using DeliveryRef = std::shared_ptr<Delivery>;
 
-  // One object that a writer offers.
+  // A share of an object, or the whole, that a writer offers.
   struct Incoming {
     uint64_t request_id;
     int64_t received_nanos;
-    ObjectRef object;
-    WriteClaim claim;
+    Share share;
+    AssemblyRef assembly;
     std::unique_ptr<BulkReceive> payload;
-    Extent extent;
+    StagingPool::Buffer staged;  // The share, when the block has it in several pieces.
+    absl::Status stored;         // How the transfer or, after it, the verification ended.
   };
+  // Shared with the copy into the block, which outlives a session that closes.
+  using IncomingRef = std::shared_ptr<Incoming>;
 
   struct Session {
     enum class State { kNew, kOpen, kRefused, kClosing };
@@ -142,7 +150,8 @@ class DataPlane final : public Transport::AcceptHandler {
     int64_t queue_deadline_nanos = 0;                    // No deadline in the queue is earlier.
     bool has_turn = false;                               // It is in turns_.
     absl::flat_hash_map<uint64_t, DeliveryRef> sending;  // By serial number.
-    absl::flat_hash_map<uint64_t, std::unique_ptr<Incoming>> incoming;
+    absl::flat_hash_map<uint64_t, IncomingRef> incoming;
+    uint32_t shares_waiting = 0;  // Received; their blocks lack others.
   };
 
   // Null for a connection that is being closed.
@@ -172,13 +181,23 @@ class DataPlane final : public Transport::AcceptHandler {
                    const absl::Status& status);
 
   void OnPutOffer(Session* session, absl::string_view header, std::unique_ptr<BulkReceive> payload);
-  // What the offer is for, once everything it says was checked.
-  absl::StatusOr<ObjectRef> CheckOffer(const Session& session, const v1::PutOffer& offer,
-                                       size_t payload_bytes) const;
-  void OnRoom(uint64_t session_id, uint64_t serial, absl::StatusOr<Extent> extent);
+  // What is offered, once everything the offer says was checked.
+  absl::StatusOr<Share> CheckOffer(const Session& session, const v1::PutOffer& offer,
+                                   size_t payload_bytes) const;
+  void FindRoom(const AssemblyRef& assembly);
+  void OnRoom(const AssemblyRef& assembly, absl::StatusOr<Extent> extent);
+  void ReceiveShare(uint64_t session_id, uint64_t serial, Incoming* incoming);
   void OnReceived(uint64_t session_id, uint64_t serial, const absl::Status& status);
-  absl::Status CommitIncoming(Incoming* incoming);
+  // Verifies the share where it is stored. Any thread.
+  void Store(Incoming* incoming) const;
+  // Without its session a share that is whole counts all the same.
+  void OnStored(uint64_t session_id, const IncomingRef& incoming);
+  // Frees the places of what a session that ends has not brought.
+  void WithdrawAll(Session* session);
   void AnswerPut(Session* session, uint64_t request_id, const absl::Status& status);
+  // The share is here; the answer follows with the last one of its block.
+  void WaitForOthers(Session* session, uint64_t request_id, Assembly* assembly);
+  void AnswerWaiting(Assembly* assembly, const absl::Status& status);
 
   void RunTicker() ABSL_LOCKS_EXCLUDED(mu_);
   void ExpireQueue(Session* session, int64_t now_nanos);
@@ -203,6 +222,7 @@ class DataPlane final : public Transport::AcceptHandler {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 
   StagingPool staging_;
+  Assemblies assemblies_;  // Transport thread.
   WorkQueue disk_;
   WorkQueue copiers_;
   std::thread ticker_;

@@ -14,13 +14,6 @@
 
 // The data plane's reading half: what a worker asks for, and how it leaves.
 namespace okv {
-namespace {
-
-// A range in pieces of fewer bytes is copied by the transport's thread: about 10 us, less than
-// handing it to another thread and back.
-constexpr size_t kGatherHereBytesMax = size_t{64} << 10;
-
-}  // namespace
 
 void DataPlane::OnFetchRequest(Session* session, absl::string_view message) {
   v1::FetchRequest request;
@@ -141,7 +134,7 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
     });
     return;
   }
-  if (delivery->range.bytes(session->layout, delivery->id.codec) > kGatherHereBytesMax &&
+  if (delivery->range.bytes(session->layout, delivery->id.codec) > kCopyHereBytesMax &&
       RangePieces(delivery->range, session->layout, delivery->id.codec).size() > 1) {
     copiers_.Add([this, delivery, loaded] {
       Gather(delivery.get());

@@ -12,6 +12,10 @@
 
 namespace okv {
 
+// Fewer bytes than this in pieces are copied by the transport's thread: about 10 us, less than
+// handing them to another thread and back.
+inline constexpr size_t kCopyHereBytesMax = size_t{64} << 10;
+
 // Memory for what a tensor-parallel rank reads or writes: its heads lie in a block one piece a
 // layer, and travel in one.
 //

@@ -332,7 +332,7 @@ void ClusterClient::Reserve(absl::Span<const PutItem> items, const std::string& 
     if (item.parent.has_value()) object->set_parent(std::string(item.parent->view()));
     object->set_index(item.index.value());
     object->set_codec(static_cast<v1::CodecId>(item.id.codec));
-    object->set_payload_bytes(item.payload.size());
+    object->set_payload_bytes(layout_.block_bytes(item.id.codec));
   }
   v1::ReserveResponse response;
   absl::Status status = CallWithSession(end, [&](grpc::ClientContext* context) {

@@ -60,7 +60,8 @@ struct PutItem {
   ObjectId id;
   BlockIndex index;
   std::optional<BlockKey> parent;
-  absl::Span<const uint8_t> payload;  // Alive until Put returns.
+  // As many bytes as the range has, the whole block's or a rank's; alive until Put returns.
+  absl::Span<const uint8_t> payload;
 };
 
 // A session with the control plane and, as needed, with nodes. What crosses a process boundary of a
@@ -109,10 +110,25 @@ class Cluster {
 
   // Reserves and writes objects. One status per item: OK committed; kAlreadyExists somebody stored
   // it before (nothing to do); kResourceExhausted no room (back off); kAborted another writer is at
-  // it; kUnavailable no control plane or no node (retry). `write_group` names this writer.
+  // it; kUnavailable no control plane or no node (retry); kInvalidArgument among others a block
+  // larger than its node's DRAM. An item that repeats an earlier one (same id) is not written
+  // twice: it gets kAlreadyExists, or that one's error.
+  //
+  // The ranks of a tensor-parallel group write one block together: each calls Put with the same
+  // `write_group`, and its heads as `range`. A payload then is the range's own bytes, as Fetch
+  // receives them. OK when the block is whole: the call waits for the others' shares. kAborted when
+  // one of them never came, and nothing is stored. `write_group` names this writer, or its group.
+  struct PutOptions {
+    std::string write_group;
+    BlockRange range;  // All zero: the whole.
+    absl::Duration deadline;
+  };
   virtual std::vector<absl::Status> Put(absl::Span<const PutItem> items,
-                                        const std::string& write_group,
-                                        absl::Duration deadline) = 0;
+                                        const PutOptions& options) = 0;
+  std::vector<absl::Status> Put(absl::Span<const PutItem> items, const std::string& write_group,
+                                absl::Duration deadline) {
+    return Put(items, {.write_group = write_group, .range = {}, .deadline = deadline});
+  }
 };
 
 }  // namespace okv

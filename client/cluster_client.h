@@ -40,8 +40,9 @@ class ClusterClient final : public Cluster {
   using Cluster::Fetch;
   std::vector<absl::Status> Fetch(absl::Span<const FetchItem> items, const BlockRange& range,
                                   absl::Duration deadline) override;
-  std::vector<absl::Status> Put(absl::Span<const PutItem> items, const std::string& write_group,
-                                absl::Duration deadline) override;
+  using Cluster::Put;
+  std::vector<absl::Status> Put(absl::Span<const PutItem> items,
+                                const PutOptions& options) override;
 
  private:
   class FetchCall;

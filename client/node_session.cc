@@ -109,15 +109,20 @@ void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> t
   connection_->Send(MessageType::kFetchRequest, request.SerializeAsString());
 }
 
-void NodeSession::Put(std::vector<PutTarget> targets, PutDone done) {
+void NodeSession::Put(std::vector<PutTarget> targets, const BlockRange& range, PutDone done) {
   transport_->Post(
-      [self = shared_from_this(), targets = std::move(targets), done = std::move(done)] {
-        self->WhenOpen([self, targets, done] {
+      [self = shared_from_this(), targets = std::move(targets), range, done = std::move(done)] {
+        self->WhenOpen([self, targets, range, done] {
+          absl::Status refused = self->state_ == State::kOpen ? absl::OkStatus() : self->why_;
+          if (refused.ok() && range != BlockRange{} && self->node_minor_ < kProtocolMinorRanges) {
+            refused = self->TooOld("ranges");
+          }
           for (size_t i = 0; i < targets.size(); ++i) {
-            if (self->state_ != State::kOpen) {
-              done(i, self->why_);
+            if (!refused.ok()) {
+              done(i, refused);
             } else {
-              self->put_queue_.push_back({.target = targets[i], .index = i, .done = done});
+              self->put_queue_.push_back(
+                  {.target = targets[i], .range = range, .index = i, .done = done});
             }
           }
           self->SendPuts();
@@ -126,7 +131,7 @@ void NodeSession::Put(std::vector<PutTarget> targets, PutDone done) {
 }
 
 void NodeSession::SendPuts() {
-  while (state_ == State::kOpen && !put_queue_.empty() && puts_.size() < kPutsInFlightMax) {
+  while (state_ == State::kOpen && !put_queue_.empty() && puts_on_offer_ < kPutsInFlightMax) {
     QueuedPut put = std::move(put_queue_.front());
     put_queue_.pop_front();
     const uint64_t request_id = next_request_++;
@@ -134,6 +139,10 @@ void NodeSession::SendPuts() {
     offer.set_request_id(request_id);
     offer.set_reservation(put.target.reservation);
     offer.set_object_header(put.target.object_header);
+    offer.set_layer_begin(put.range.layer_begin);
+    offer.set_layer_end(put.range.layer_end);
+    offer.set_head_begin(put.range.head_begin);
+    offer.set_head_end(put.range.head_end);
     const std::string header = offer.SerializeAsString();
     if (header.size() > connection_->header_bytes_max()) {
       put.done(put.index, absl::InvalidArgumentError(absl::StrCat(
@@ -143,6 +152,7 @@ void NodeSession::SendPuts() {
     }
     const absl::Span<const uint8_t> payload = put.target.payload;
     puts_[request_id] = {.put = std::move(put), .status = absl::OkStatus()};
+    ++puts_on_offer_;
     connection_->SendBulk(MessageType::kPutOffer, header, payload,
                           [this, request_id](const absl::Status& status) {
                             const auto found = puts_.find(request_id);
@@ -151,18 +161,24 @@ void NodeSession::SendPuts() {
                             // kAborted: the node does not want it; its PutReply says why. Otherwise
                             // the connection failed, and what ends the session ends this put.
                             if (!status.ok()) found->second.status.Update(status);
+                            LeaveOffer(found->second);
                             FinishPut(request_id);
                           });
   }
 }
 
+void NodeSession::LeaveOffer(const PendingPut& pending) {
+  if (pending.sent && (pending.pending || pending.replied)) --puts_on_offer_;
+}
+
 void NodeSession::FinishPut(uint64_t request_id) {
   const auto found = puts_.find(request_id);
   OKV_CHECK(found != puts_.end());
-  if (!found->second.sent || !found->second.replied) return;
-  const PendingPut pending = std::move(found->second);
-  puts_.erase(found);
-  pending.put.done(pending.put.index, pending.status);
+  if (found->second.sent && found->second.replied) {
+    const PendingPut pending = std::move(found->second);
+    puts_.erase(found);
+    pending.put.done(pending.put.index, pending.status);
+  }
   SendPuts();
 }
 
@@ -292,12 +308,19 @@ void NodeSession::HandlePutReply(absl::string_view message) {
     return;
   }
   const auto found = puts_.find(reply.request_id());
-  if (found == puts_.end() || found->second.replied) {
+  if (found == puts_.end() || found->second.replied || (reply.pending() && found->second.pending)) {
     Violation("a reply to nothing");
     return;
   }
-  found->second.replied = true;
-  found->second.status = StatusOf(reply.code(), reply.message());
+  PendingPut& put = found->second;
+  const bool was_pending = put.pending;
+  if (reply.pending()) {
+    put.pending = true;
+  } else {
+    put.replied = true;
+    put.status = StatusOf(reply.code(), reply.message());
+  }
+  if (!was_pending) LeaveOffer(put);
   FinishPut(reply.request_id());
 }
 

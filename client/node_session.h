@@ -63,14 +63,16 @@ class NodeSession final : public ConnectionHandler,
 
   struct PutTarget {
     std::string reservation;
-    std::string object_header;  // ObjectHeader::Encode().
+    std::string object_header;  // ObjectHeader::Encode(), with the checksums of the range.
     absl::Span<const uint8_t> payload;
   };
-  // `done` runs once for each target: OK committed; otherwise the node's answer or why the session
-  // broke. Afterwards nothing reads that payload. kInvalidArgument: the header is larger than the
-  // transport carries.
+  // `range` is what is offered of each target; all zero: the whole. `done` runs once for each
+  // target: OK committed, for a range when the block's other ranges are there too; otherwise the
+  // node's answer, kFailedPrecondition naming both versions when the node is too old for ranges, or
+  // why the session broke. Afterwards nothing reads that payload. kInvalidArgument: the header is
+  // larger than the transport carries.
   using PutDone = std::function<void(size_t target, absl::Status status)>;
-  void Put(std::vector<PutTarget> targets, PutDone done);
+  void Put(std::vector<PutTarget> targets, const BlockRange& range, PutDone done);
 
   // Closes the connection, cutting transfers in flight; calls end with `why` when nothing touches
   // their memory any more. Returns at once.
@@ -98,12 +100,14 @@ class NodeSession final : public ConnectionHandler,
   };
   struct QueuedPut {
     PutTarget target;
+    BlockRange range;
     size_t index = 0;
     PutDone done;
   };
   struct PendingPut {
     QueuedPut put;
-    bool sent = false;  // The transport no longer reads the payload.
+    bool sent = false;     // The transport no longer reads the payload.
+    bool pending = false;  // The node has it, and waits for the block's other ranges.
     bool replied = false;
     absl::Status status;
   };
@@ -126,6 +130,8 @@ class NodeSession final : public ConnectionHandler,
   void HandleFailure(absl::string_view message);
   void HandlePutReply(absl::string_view message);
   void Received(uint64_t request_id, uint32_t ordinal, absl::StatusOr<ObjectHeader> header);
+  // The payload is no longer on offer, once both sides are done with it.
+  void LeaveOffer(const PendingPut& pending);
   void FinishPut(uint64_t request_id);
   absl::StatusOr<ObjectHeader> CheckHeader(const FetchTarget& target, absl::string_view encoded,
                                            size_t payload_bytes) const;
@@ -148,6 +154,7 @@ class NodeSession final : public ConnectionHandler,
   uint64_t next_request_ = 1;
   absl::flat_hash_map<uint64_t, PendingFetch> fetches_;
   std::deque<QueuedPut> put_queue_;
+  size_t puts_on_offer_ = 0;  // Of puts_, those that the node does not have yet.
   absl::flat_hash_map<uint64_t, PendingPut> puts_;
 };
 

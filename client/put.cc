@@ -1,14 +1,17 @@
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/call_board.h"
 #include "client/cluster_client.h"
+#include "proto/block_range.h"
 #include "proto/check.h"
 #include "proto/object.h"
 
@@ -27,12 +30,12 @@ absl::Status TooLate() { return absl::DeadlineExceededError("the put did not end
 // caller's stack; used by its thread.
 class ClusterClient::PutCall {
  public:
-  PutCall(ClusterClient* client, absl::Span<const PutItem> items, std::string write_group,
-          absl::Duration deadline)
+  PutCall(ClusterClient* client, absl::Span<const PutItem> items, const PutOptions& options)
       : client_(client),
         items_(items),
-        write_group_(std::move(write_group)),
-        deadline_(absl::Now() + deadline),
+        write_group_(options.write_group),
+        range_(ResolveRange(options.range, client->layout_)),
+        deadline_(absl::Now() + options.deadline),
         states_(items.size()) {}
 
   std::vector<absl::Status> Run();
@@ -43,6 +46,7 @@ class ClusterClient::PutCall {
     std::string header;        // Encoded, made once the place is known.
     bool reconnected = false;  // Offered again over a new connection after an idle one had died.
     bool new_ticket = false;
+    std::optional<size_t> repeats;  // The earlier item with the same id.
     bool finished = false;
     absl::Status status;
   };
@@ -52,6 +56,8 @@ class ClusterClient::PutCall {
     size_t outstanding = 0;
   };
 
+  // The items that are sound, and not repeated by a later one: those to reserve places for.
+  std::vector<size_t> CheckItems();
   // The items that are to be offered.
   std::vector<size_t> ReservePlaces();
   void MakeHeader(size_t item);
@@ -63,6 +69,7 @@ class ClusterClient::PutCall {
   ClusterClient* const client_;
   const absl::Span<const PutItem> items_;
   const std::string write_group_;
+  const absl::StatusOr<BlockRange> range_;
   const absl::Time deadline_;
   std::vector<ItemState> states_;
   std::vector<Group> groups_;
@@ -79,19 +86,32 @@ void ClusterClient::PutCall::Finish(size_t item, const absl::Status& status) {
   --unfinished_;
 }
 
-std::vector<size_t> ClusterClient::PutCall::ReservePlaces() {
+std::vector<size_t> ClusterClient::PutCall::CheckItems() {
   unfinished_ = items_.size();
   std::vector<size_t> sound;
+  absl::flat_hash_map<ObjectId, size_t> first;
   for (size_t i = 0; i < items_.size(); ++i) {
-    const size_t expected = client_->layout_.block_bytes(items_[i].id.codec);
-    if (items_[i].payload.size() == expected) {
-      sound.push_back(i);
-    } else {
+    if (!range_.ok()) {
+      Finish(i, range_.status());
+      continue;
+    }
+    const size_t expected = range_->bytes(client_->layout_, items_[i].id.codec);
+    if (items_[i].payload.size() != expected) {
       Finish(i, absl::InvalidArgumentError(absl::StrCat("item ", i, ": its payload has ",
                                                         items_[i].payload.size(), " bytes, not ",
                                                         expected)));
+    } else if (const auto [known, is_new] = first.emplace(items_[i].id, i); !is_new) {
+      states_[i].repeats = known->second;
+      Finish(i, absl::OkStatus());
+    } else {
+      sound.push_back(i);
     }
   }
+  return sound;
+}
+
+std::vector<size_t> ClusterClient::PutCall::ReservePlaces() {
+  const std::vector<size_t> sound = CheckItems();
   std::vector<size_t> ready;
   for (size_t begin = 0; begin < sound.size(); begin += kReserveMax) {
     const size_t end = std::min(sound.size(), begin + kReserveMax);
@@ -120,9 +140,9 @@ void ClusterClient::PutCall::MakeHeader(size_t item) {
   header.id = items_[item].id;
   header.parent = items_[item].parent;
   header.index = items_[item].index;
-  header.payload_bytes = items_[item].payload.size();
+  header.payload_bytes = client_->layout_.block_bytes(header.id.codec);
   header.generation = states_[item].placement.write_id();
-  header.checksums = BlockChecksums(header.id, client_->layout_, items_[item].payload);
+  header.checksums = RangeChecksums(header.id, client_->layout_, *range_, items_[item].payload);
   states_[item].header = header.Encode();
 }
 
@@ -147,8 +167,11 @@ void ClusterClient::PutCall::Start(const std::vector<size_t>& ready) {
                          .object_header = states_[item].header,
                          .payload = items_[item].payload});
     }
+    // Nodes older than ranges know the whole as the range that is not said.
+    const bool whole = *range_ == BlockRange::Whole(client_->layout_);
     groups_.back().lease.session->Put(
-        std::move(targets), [this, group, members = members](size_t target, absl::Status status) {
+        std::move(targets), whole ? BlockRange{} : *range_,
+        [this, group, members = members](size_t target, absl::Status status) {
           board_.Post({.group = group,
                        .item = members[target],
                        .status = std::move(status),
@@ -200,14 +223,19 @@ std::vector<absl::Status> ClusterClient::PutCall::Run() {
     }
   }
   std::vector<absl::Status> statuses;
-  for (const ItemState& state : states_) statuses.push_back(state.status);
+  for (const ItemState& state : states_) {
+    statuses.push_back(state.repeats.has_value() ? states_[*state.repeats].status : state.status);
+    if (state.repeats.has_value() && statuses.back().ok()) {
+      statuses.back() = absl::AlreadyExistsError(
+          absl::StrCat("item ", *state.repeats, " of the same call is this object"));
+    }
+  }
   return statuses;
 }
 
 std::vector<absl::Status> ClusterClient::Put(absl::Span<const PutItem> items,
-                                             const std::string& write_group,
-                                             absl::Duration deadline) {
-  PutCall call(this, items, write_group, deadline);
+                                             const PutOptions& options) {
+  PutCall call(this, items, options);
   return call.Run();
 }
 

@@ -45,6 +45,7 @@ class ServeTest : public testing::Test {
                                   .formats = node_.storage->formats(),
                                   .metrics = &node_.metrics,
                                   .clock = &clock_,
+                                  .arena_bytes = node_.storage->pool()->capacity_bytes(),
                                   .node_id = kNodeId,
                                   .ticket_key = [this] { return ticket_key_; },
                                   .on_committed =

@@ -4,35 +4,11 @@
 #include "absl/strings/match.h"
 #include "gtest/gtest.h"
 #include "proto/block_range.h"
+#include "tests/cache_node/ranges.h"
 #include "tests/cache_node/serve_fixture.h"
 
 namespace okv::testing_support {
 namespace {
-
-// 3 layers of `kv_heads` heads: an int2 run has 2,560 bytes, a bf16 run 16,384.
-Format FormatOf(uint32_t kv_heads) {
-  Format format = TestFormat();
-  format.layer_ids = {0, 1, 2};
-  format.kv_heads = kv_heads;
-  return format;
-}
-
-std::vector<uint8_t> Slice(const TestObject& object, const BlockRange& range) {
-  std::vector<uint8_t> bytes;
-  for (const BlockPiece& piece : RangePieces(range, object.object->layout, object.id().codec)) {
-    const auto begin = object.payload.begin() + static_cast<ptrdiff_t>(piece.offset);
-    bytes.insert(bytes.end(), begin, begin + static_cast<ptrdiff_t>(piece.bytes));
-  }
-  return bytes;
-}
-
-// Heads of rank `rank` of `ranks_count`.
-BlockRange RankRange(const PageLayout& layout, uint32_t rank, uint32_t ranks_count) {
-  BlockRange range = BlockRange::Whole(layout);
-  range.head_begin = layout.kv_heads / ranks_count * rank;
-  range.head_end = layout.kv_heads / ranks_count * (rank + 1);
-  return range;
-}
 
 class ServeRangeTest : public ServeTest {
  protected:

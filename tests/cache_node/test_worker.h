@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -91,6 +92,14 @@ class TestWorker final : public ConnectionHandler {
     const v1::PutReply reply = put_replies_[request_id];
     return absl::Status(static_cast<absl::StatusCode>(reply.code()), reply.message());
   }
+  // True when the node has the share and waits for the block's others.
+  bool WaitForPending(uint64_t request_id) {
+    return WaitFor("a pending PutReply", [=, this] { return put_pending_.count(request_id) > 0; });
+  }
+  bool answered(uint64_t request_id) {
+    MutexLock lock(&mu_);
+    return put_replies_.count(request_id) > 0;
+  }
   absl::Status Put(const v1::PutOffer& offer, absl::Span<const uint8_t> payload) {
     Offer(offer, payload);
     return PutAnswer(offer.request_id());
@@ -150,7 +159,11 @@ class TestWorker final : public ConnectionHandler {
       v1::PutReply reply;
       EXPECT_TRUE(reply.ParseFromString(text));
       EXPECT_EQ(put_replies_.count(reply.request_id()), 0u) << "answered twice";
-      put_replies_[reply.request_id()] = reply;
+      if (reply.pending()) {
+        EXPECT_TRUE(put_pending_.insert(reply.request_id()).second) << "pending twice";
+      } else {
+        put_replies_[reply.request_id()] = reply;
+      }
     } else {
       ADD_FAILURE() << "message type " << static_cast<int>(type);
     }
@@ -220,6 +233,7 @@ class TestWorker final : public ConnectionHandler {
   CondVar changed_;
   std::optional<v1::HelloReply> hello_reply_;
   std::map<uint64_t, v1::PutReply> put_replies_;
+  std::set<uint64_t> put_pending_;
   std::map<uint64_t, std::map<uint32_t, Delivered>> delivered_;  // By request, then ordinal.
   size_t held_count_ = 0;
   bool closed_ = false;

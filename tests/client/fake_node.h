@@ -43,6 +43,7 @@ class FakeNode : public Transport::AcceptHandler {
   bool refuse_puts = false;          // Refuses the payload, too.
   size_t answer_puts_by = 1;         // Answers when so many wait for it, or puts_count are here.
   size_t puts_count = 0;
+  bool puts_pending = false;  // Says of each offer that it is here, before it answers any.
 
   // Read after the transport is gone.
   std::vector<std::string> tickets;
@@ -105,6 +106,12 @@ class FakeNode : public Transport::AcceptHandler {
         [this, connection, stored, id = offer.request_id()](absl::Status status) {
           if (!status.ok()) return;
           put_objects[stored->header.id] = *stored;
+          if (puts_pending) {
+            v1::PutReply reply;
+            reply.set_request_id(id);
+            reply.set_pending(true);
+            connection->Send(MessageType::kPutReply, reply.SerializeAsString());
+          }
           unanswered_.push_back([this, connection, id] { Reply(connection, id, put_status); });
           if (unanswered_.size() < answer_puts_by && put_objects.size() < puts_count) return;
           for (const auto& answer : std::exchange(unanswered_, {})) answer();
