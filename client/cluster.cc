@@ -111,6 +111,9 @@ absl::Status ClusterOptions::Validate() const {
   if (rpc_timeout <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("rpc_timeout must be positive");
   }
+  if (fetch_stall_timeout <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("fetch_stall_timeout must be positive");
+  }
   return absl::OkStatus();
 }
 
@@ -304,6 +307,22 @@ void ClusterClient::Release(const LookupResult::Node& node, std::shared_ptr<Node
   } else {
     session->Break(absl::CancelledError("closed"));
   }
+}
+
+ClusterStats ClusterClient::stats() const {
+  MutexLock lock(&mu_);
+  return stats_;
+}
+
+void ClusterClient::Count(const ClusterStats& call) {
+  MutexLock lock(&mu_);
+  stats_.fetched += call.fetched;
+  stats_.fetched_bytes += call.fetched_bytes;
+  stats_.fetch_failed += call.fetch_failed;
+  stats_.failovers_unavailable += call.failovers_unavailable;
+  stats_.failovers_stalled += call.failovers_stalled;
+  stats_.failovers_damaged += call.failovers_damaged;
+  stats_.failovers_missing += call.failovers_missing;
 }
 
 absl::StatusOr<LookupResult> ClusterClient::Lookup(absl::Span<const BlockKey> keys,

@@ -28,6 +28,9 @@ struct ClusterOptions {
   // How long Connect retries (with backoff) a control plane that is not there.
   absl::Duration connect_timeout = absl::Seconds(10);
   absl::Duration rpc_timeout = absl::Seconds(5);
+  // A node that delivers nothing of a fetch for so long loses what another node holds too to that
+  // one. Far above a busy disk's read, far below what a prefill costs.
+  absl::Duration fetch_stall_timeout = absl::Seconds(2);
 
   absl::Status Validate() const;
 };
@@ -54,6 +57,22 @@ struct FetchItem {
   // As many bytes as the range has, the whole block's layout.block_bytes(id.codec); alive until
   // Fetch returns.
   absl::Span<uint8_t> buffer;
+};
+
+// What a Cluster did since it was made, in objects unless the name says otherwise.
+struct ClusterStats {
+  uint64_t fetched = 0;  // OK.
+  uint64_t fetched_bytes = 0;
+  uint64_t fetch_failed = 0;  // Any other outcome.
+  // Times that an object was asked of its next node, by what the one before did.
+  uint64_t failovers_unavailable = 0;  // It went away, or had no room to answer.
+  uint64_t failovers_stalled = 0;      // It delivered nothing for fetch_stall_timeout.
+  uint64_t failovers_damaged = 0;      // The bytes it sent failed verification.
+  uint64_t failovers_missing = 0;      // It no longer had it.
+
+  uint64_t failovers() const {
+    return failovers_unavailable + failovers_stalled + failovers_damaged + failovers_missing;
+  }
 };
 
 struct PutItem {
@@ -97,6 +116,9 @@ class Cluster {
   // every node that has it; kUnavailable its nodes are gone; kDeadlineExceeded. No byte of a failed
   // item is valid. When Fetch returns nothing writes into any buffer.
   //
+  // An item whose node is gone, stalls, has it no longer or sends damaged bytes is asked of its
+  // next node, until the deadline; what was fetched by then stays good.
+  //
   // A tensor-parallel rank names its heads in `range` (what it leaves out is all of them, as of the
   // layers): a buffer then holds the range's own bytes, the first layer's runs of these heads, then
   // the next layer's. It does not matter at which degree a block was written. kInvalidArgument
@@ -129,6 +151,8 @@ class Cluster {
                                 absl::Duration deadline) {
     return Put(items, {.write_group = write_group, .range = {}, .deadline = deadline});
   }
+
+  virtual ClusterStats stats() const = 0;
 };
 
 }  // namespace okv

@@ -43,6 +43,7 @@ class ClusterClient final : public Cluster {
   using Cluster::Put;
   std::vector<absl::Status> Put(absl::Span<const PutItem> items,
                                 const PutOptions& options) override;
+  ClusterStats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   class FetchCall;
@@ -70,6 +71,7 @@ class ClusterClient final : public Cluster {
   // At most rpc_timeout, at most what is left until `end`.
   absl::Duration RpcTimeout(absl::Time end) const;
   absl::Status Named(const absl::Status& status) const;
+  void Count(const ClusterStats& call) ABSL_LOCKS_EXCLUDED(mu_);
   // Asks for places for `items` and puts the answers, or the error, into `placements`.
   void Reserve(absl::Span<const PutItem> items, const std::string& write_group, absl::Time end,
                std::vector<v1::Placement>* placements);
@@ -83,7 +85,8 @@ class ClusterClient final : public Cluster {
   const ControlChannel control_;
   std::string tenant_salt_;
 
-  Mutex mu_;
+  mutable Mutex mu_;
+  ClusterStats stats_ ABSL_GUARDED_BY(mu_);
   std::string ticket_ ABSL_GUARDED_BY(mu_);
   absl::Time ticket_renew_at_ ABSL_GUARDED_BY(mu_);  // Half of its life.
   // Idle sessions by (node_id, address), most recently used last.

@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <map>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/call_board.h"
@@ -39,14 +41,22 @@ class ClusterClient::FetchCall {
   struct Group {
     LookupResult::Node node;
     Lease lease;
-    size_t outstanding = 0;
+    absl::flat_hash_set<size_t> outstanding;  // Items whose buffers may still be written.
+    absl::Time progress_at;                   // Started, or its last result.
+    bool stalled = false;                     // Given up: it delivered nothing for too long.
   };
 
   void CheckItems();
   void Start(const std::vector<size_t>& ready);
   // The item's next step after `status`; true when it is to be asked again.
   bool Handle(size_t item, const Group& group, const absl::Status& status);
+  // Goes on to the item's next node; false when there is none.
+  bool Failover(size_t item, const Group& group, const absl::Status& status);
+  bool HasNextNode(size_t item) const { return states_[item].node + 1 < items_[item].nodes.size(); }
   void Finish(size_t item, const absl::Status& status);
+  void FinishTooLate(size_t item);
+  // Gives up nodes that deliver nothing and whose items another one has; when to look again.
+  absl::Time BreakStalled();
   void Cut();
 
   ClusterClient* const client_;
@@ -57,9 +67,9 @@ class ClusterClient::FetchCall {
   std::vector<Group> groups_;
   CallBoard board_;
   size_t unfinished_ = 0;
-  size_t outstanding_ = 0;  // Targets whose buffers may still be written.
-  bool cut_ = false;        // The deadline has passed; sessions are closing.
+  bool cut_ = false;  // The deadline has passed; sessions are closing.
   bool renewed_ = false;
+  ClusterStats stats_;
 };
 
 namespace {
@@ -89,6 +99,13 @@ void ClusterClient::FetchCall::Finish(size_t item, const absl::Status& status) {
   states_[item].finished = true;
   states_[item].status = status;
   --unfinished_;
+}
+
+void ClusterClient::FetchCall::FinishTooLate(size_t item) {
+  const absl::Status& before = states_[item].status;
+  Finish(item, before.ok() ? TooLate()
+                           : absl::DeadlineExceededError(absl::StrCat(
+                                 TooLate().message(), "; a node before: ", before.message())));
 }
 
 void ClusterClient::FetchCall::CheckItems() {
@@ -124,8 +141,8 @@ void ClusterClient::FetchCall::Start(const std::vector<size_t>& ready) {
     groups_.push_back(
         {.node = node,
          .lease = std::get<2>(key) ? client_->AcquireNew(node) : client_->Acquire(node),
-         .outstanding = members.size()});
-    outstanding_ += members.size();
+         .outstanding = {members.begin(), members.end()},
+         .progress_at = absl::Now()});
     std::vector<NodeSession::FetchTarget> targets;
     for (const size_t item : members) {
       targets.push_back(
@@ -153,8 +170,14 @@ bool ClusterClient::FetchCall::Handle(size_t item, const Group& group, const abs
     return false;
   }
   if (cut_) {
-    Finish(item, TooLate());
+    FinishTooLate(item);
     return false;
+  }
+  if (group.stalled && absl::IsUnavailable(status)) {
+    if (HasNextNode(item)) return Failover(item, group, status);
+    // Its only node: what is left of the time is for it.
+    state.reconnected = true;
+    return true;
   }
   if (absl::IsUnavailable(status) && group.lease.reused && !state.reconnected) {
     state.reconnected = true;
@@ -170,16 +193,56 @@ bool ClusterClient::FetchCall::Handle(size_t item, const Group& group, const abs
     Finish(item, status);
     return false;
   }
-  if (Rank(status) > Rank(state.status)) state.status = status;
-  if (++state.node < items_[item].nodes.size()) return true;
+  if (Failover(item, group, status)) return true;
   Finish(item, absl::Status(state.status));
   return false;
+}
+
+bool ClusterClient::FetchCall::Failover(size_t item, const Group& group,
+                                        const absl::Status& status) {
+  ItemState& state = states_[item];
+  if (Rank(status) > Rank(state.status)) state.status = status;
+  if (!HasNextNode(item)) return false;
+  ++state.node;
+  state.reconnected = false;  // The next node's connection may be an old one, too.
+  if (group.stalled) {
+    ++stats_.failovers_stalled;
+  } else if (absl::IsDataLoss(status)) {
+    ++stats_.failovers_damaged;
+  } else if (absl::IsNotFound(status)) {
+    ++stats_.failovers_missing;
+  } else {
+    ++stats_.failovers_unavailable;
+  }
+  return true;
+}
+
+absl::Time ClusterClient::FetchCall::BreakStalled() {
+  const absl::Duration patience = client_->options_.fetch_stall_timeout;
+  const absl::Time now = absl::Now();
+  absl::Time next = absl::InfiniteFuture();
+  for (Group& group : groups_) {
+    if (group.outstanding.empty() || group.stalled ||
+        std::none_of(group.outstanding.begin(), group.outstanding.end(),
+                     [this](size_t item) { return HasNextNode(item); })) {
+      continue;
+    }
+    if (now < group.progress_at + patience) {
+      next = std::min(next, group.progress_at + patience);
+      continue;
+    }
+    group.stalled = true;
+    group.lease.session->Break(absl::UnavailableError(
+        absl::StrCat("node ", group.node.node_id, " at ", group.node.data_address,
+                     " delivered nothing for ", absl::FormatDuration(patience))));
+  }
+  return next;
 }
 
 void ClusterClient::FetchCall::Cut() {
   cut_ = true;
   for (Group& group : groups_) {
-    if (group.outstanding > 0) {
+    if (!group.outstanding.empty()) {
       group.lease.session->Break(TooLate());
     }
   }
@@ -194,16 +257,16 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
   while (unfinished_ > 0) {
     if (!cut_ && absl::Now() >= deadline_) Cut();
     if (cut_) {
-      for (const size_t item : std::exchange(ready, {})) {
-        Finish(item, TooLate());
-      }
+      for (const size_t item : std::exchange(ready, {})) FinishTooLate(item);
     }
     if (unfinished_ == 0) break;  // The deadline ended the last ones.
     Start(std::exchange(ready, {}));
-    for (const CallBoard::Result& result : board_.Take(cut_ ? absl::InfiniteFuture() : deadline_)) {
+    const absl::Time until = cut_ ? absl::InfiniteFuture() : std::min(deadline_, BreakStalled());
+    for (const CallBoard::Result& result : board_.Take(until)) {
       Group& group = groups_[result.group];
-      --outstanding_;
-      if (--group.outstanding == 0) client_->Release(group.node, group.lease.session);
+      group.progress_at = absl::Now();
+      OKV_CHECK(group.outstanding.erase(result.item) == 1);
+      if (group.outstanding.empty()) client_->Release(group.node, group.lease.session);
       absl::Status status = result.status;
       if (status.ok()) {
         // Here, on the caller's thread, while the transport's receives the next ones.
@@ -212,9 +275,14 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
       if (Handle(result.item, group, status)) ready.push_back(result.item);
     }
   }
-  OKV_CHECK(outstanding_ == 0);
+  for (const Group& group : groups_) OKV_CHECK(group.outstanding.empty());
   std::vector<absl::Status> statuses;
-  for (const ItemState& state : states_) statuses.push_back(state.status);
+  for (size_t i = 0; i < items_.size(); ++i) {
+    statuses.push_back(states_[i].status);
+    ++(statuses[i].ok() ? stats_.fetched : stats_.fetch_failed);
+    if (statuses[i].ok()) stats_.fetched_bytes += items_[i].buffer.size();
+  }
+  client_->Count(stats_);
   return statuses;
 }
 

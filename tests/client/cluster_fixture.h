@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -81,6 +83,16 @@ class ClusterTest : public ::testing::TestWithParam<bool> {
     const auto bound = process->transport->Listen(address, &process->node);
     ASSERT_TRUE(bound.ok()) << bound.status();
     process->address = *bound;
+  }
+
+  // On the node's thread; returns when it is done.
+  static void RunOnNode(NodeProcess* process, std::function<void()> work) {
+    std::promise<void> done;
+    process->transport->Post([&] {
+      work();
+      done.set_value();
+    });
+    done.get_future().wait();
   }
 
   Cluster* cluster() {

@@ -202,6 +202,94 @@ TEST_P(ClusterTest, ANodeThatIsNotThereIsUnavailableAtOnce) {
   EXPECT_TRUE(absl::IsUnavailable(statuses[1]));
 }
 
+TEST_P(ClusterTest, ANodeThatStallsLosesWhatAnotherHoldsToThatOne) {
+  NodeProcess* silent = AddNode("node-1");
+  NodeProcess* replica = AddNode("node-2");
+  silent->node.silent = true;
+  Store(silent, 20);
+  Store(replica, 20);
+  Start(silent);
+  Start(replica);
+  options_.fetch_stall_timeout = absl::Milliseconds(50);
+  const absl::Time start = absl::Now();
+  ExpectAllFetched(Fetch(20, {silent->where(), replica->where()}));
+  EXPECT_LT(absl::Now() - start, kLong / 2);
+  EXPECT_EQ(cluster()->stats().failovers_stalled, 20u);
+  EXPECT_EQ(cluster()->stats().fetched, 20u);
+}
+
+TEST_P(ClusterTest, WhatOnlyAStalledNodeHoldsIsWaitedForUntilTheDeadline) {
+  NodeProcess* silent = AddNode("node-1");
+  NodeProcess* replica = AddNode("node-2");
+  silent->node.silent = true;
+  Store(replica, 20);
+  Start(silent);
+  Start(replica);
+  options_.fetch_stall_timeout = absl::Milliseconds(50);
+  buffers_.assign(20, std::vector<uint8_t>(layout_.block_bytes(Codec::kInt2), 0xa5));
+  std::vector<FetchItem> items;
+  for (uint32_t i = 0; i < 20; ++i) {
+    items.push_back({.id = Id(i),
+                     .index = BlockIndex(i),
+                     .nodes = {silent->where(), replica->where()},
+                     .buffer = absl::MakeSpan(buffers_[i])});
+    if (i % 2 == 1) items.back().nodes.pop_back();
+  }
+  const auto statuses = cluster()->Fetch(items, absl::Seconds(2));
+  // What comes late finds no buffer: the call is over.
+  RunOnNode(silent, [silent] { silent->node.AnswerLate(); });
+  for (uint32_t i = 0; i < 20; ++i) {
+    if (i % 2 == 0) {
+      EXPECT_TRUE(statuses[i].ok()) << statuses[i];
+      EXPECT_TRUE(buffers_[i] == PayloadOf(i));
+    } else {
+      EXPECT_TRUE(absl::IsDeadlineExceeded(statuses[i])) << statuses[i];
+      EXPECT_TRUE(buffers_[i] == std::vector<uint8_t>(buffers_[i].size(), 0xa5));
+    }
+  }
+  EXPECT_EQ(cluster()->stats().fetched, 10u);
+  EXPECT_EQ(cluster()->stats().fetch_failed, 10u);
+}
+
+TEST_P(ClusterTest, FailoversAreCountedByTheirReason) {
+  NodeProcess* missing = AddNode("node-1");
+  NodeProcess* damaged = AddNode("node-2");
+  NodeProcess* full = AddNode("node-3");
+  NodeProcess* good = AddNode("node-4");
+  for (NodeProcess* node : {damaged, full, good}) Store(node, 1);
+  damaged->node.objects[Id(0)].payload[7] ^= 1;
+  full->node.failures[Id(0)] = absl::ResourceExhaustedError("too many wait");
+  for (NodeProcess* node : {missing, damaged, full, good}) Start(node);
+  const LookupResult::Node nobody = {.node_id = "node-9", .data_address = UnusedAddress()};
+  ExpectAllFetched(
+      Fetch(1, {nobody, missing->where(), damaged->where(), full->where(), good->where()}));
+  ClusterStats stats = cluster()->stats();
+  EXPECT_EQ(stats.failovers_unavailable, 2u);
+  EXPECT_EQ(stats.failovers_missing, 1u);
+  EXPECT_EQ(stats.failovers_damaged, 1u);
+  EXPECT_EQ(stats.failovers_stalled, 0u);
+  EXPECT_EQ(stats.fetched, 1u);
+  EXPECT_EQ(stats.fetched_bytes, layout_.block_bytes(Codec::kInt2));
+  EXPECT_EQ(stats.fetch_failed, 0u);
+  // The last node's failure leads nowhere.
+  EXPECT_TRUE(absl::IsNotFound(Fetch(1, {missing->where()})[0]));
+  stats = cluster()->stats();
+  EXPECT_EQ(stats.failovers(), 4u);
+  EXPECT_EQ(stats.fetch_failed, 1u);
+}
+
+TEST_P(ClusterTest, ANodesReasonStandsBehindTheDeadline) {
+  NodeProcess* missing = AddNode("node-1");
+  NodeProcess* silent = AddNode("node-2");
+  silent->node.silent = true;
+  Start(missing);
+  Start(silent);
+  const absl::Status status =
+      Fetch(1, {missing->where(), silent->where()}, absl::Milliseconds(300))[0];
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("not here"));
+}
+
 TEST_P(ClusterTest, TheWorstNodeNamesTheReason) {
   NodeProcess* missing = AddNode("node-1");
   NodeProcess* damaged = AddNode("node-2");
@@ -387,6 +475,9 @@ TEST_F(ControlTest, BadOptionsAreInvalidArgumentNamingTheField) {
   options_.connect_timeout = absl::Seconds(1);
   options_.rpc_timeout = absl::ZeroDuration();
   EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("rpc_timeout"));
+  options_.rpc_timeout = absl::Seconds(1);
+  options_.fetch_stall_timeout = absl::ZeroDuration();
+  EXPECT_THAT(std::string(Connect().status().message()), HasSubstr("fetch_stall_timeout"));
   EXPECT_TRUE(absl::IsInvalidArgument(Connect().status()));
 }
 

@@ -53,7 +53,15 @@ class FakeNode : public Transport::AcceptHandler {
   size_t accepted = 0;
 
   void OnAccept(Connection*) override { ++accepted; }
-  void OnClosed(Connection*, const absl::Status&) override {}
+  void OnClosed(Connection* connection, const absl::Status&) override {
+    std::erase_if(late_, [connection](const auto& late) { return late.first == connection; });
+  }
+  // Answers what it was silent about, to those who are still there.
+  void AnswerLate() {
+    for (const auto& [connection, request] : std::exchange(late_, {})) {
+      for (int i = 0; i < request.objects_size(); ++i) Answer(connection, request, i);
+    }
+  }
 
   void OnMessage(Connection* connection, MessageType type, absl::string_view message) override {
     if (type == MessageType::kHello) {
@@ -76,7 +84,10 @@ class FakeNode : public Transport::AcceptHandler {
     OKV_CHECK(type == MessageType::kFetchRequest);
     OKV_CHECK(request.ParseFromArray(message.data(), static_cast<int>(message.size())));
     OKV_CHECK(request.objects_size() <= 7 && request.deadline_us() > 0);
-    if (silent) return;
+    if (silent) {
+      late_.emplace_back(connection, request);
+      return;
+    }
     for (int i = 0; i < request.objects_size(); ++i) Answer(connection, request, i);
   }
 
@@ -181,6 +192,7 @@ class FakeNode : public Transport::AcceptHandler {
     connection->Send(MessageType::kPutReply, reply.SerializeAsString());
   }
 
+  std::vector<std::pair<Connection*, v1::FetchRequest>> late_;
   std::list<std::vector<uint8_t>> ranges_;  // Being sent, or sent.
   std::vector<std::unique_ptr<BulkReceive>> held_;
   std::vector<std::function<void()>> unanswered_;
