@@ -11,6 +11,7 @@
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "cmd/bench/fetch.h"
 #include "cmd/bench/nll.h"
 #include "cmd/bench/quality.h"
 #include "proto/status_macros.h"
@@ -41,9 +42,9 @@ ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r40
 ABSL_FLAG(std::string, prefill_shapes, "1x8192,1x2048+32768,1x8192+32768,1x512+32768,8x1024",
           "prefill: REQUESTSxNEW or REQUESTSxNEW+HISTORY tokens, comma-separated");
 ABSL_FLAG(uint32_t, query_heads, 32, "attend, prefill: query heads");
-ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands: KV heads");
-ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands: 64, 128 or 256");
-ABSL_FLAG(uint32_t, group_size, 128, "GPU commands: channels of one scale, 32 to head_dim");
+ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands, fetch: KV heads");
+ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands, fetch: 64, 128 or 256");
+ABSL_FLAG(uint32_t, group_size, 128, "GPU commands, fetch: channels of one scale, 32 to head_dim");
 ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
 ABSL_FLAG(uint32_t, rotation_heads, 1, "GPU commands: rotations a layer, 1 or kv_heads");
 ABSL_FLAG(double, query_sigma, 1.0,
@@ -56,7 +57,14 @@ ABSL_FLAG(
 ABSL_FLAG(uint32_t, covariance_layer, 18, "attend: layer of --covariances, for all layers");
 ABSL_FLAG(uint32_t, chunk_tokens, 8192, "quantize, dequantize: tokens, a multiple of 64");
 ABSL_FLAG(uint32_t, layers, 36, "GPU commands: layers with data of their own, one CUDA graph");
-ABSL_FLAG(uint32_t, rounds, 9, "GPU commands: timed rounds, the median counts");
+ABSL_FLAG(uint32_t, rounds, 9, "GPU commands, fetch: timed rounds, the median counts");
+ABSL_FLAG(std::string, transports, "tcp,self;all",
+          "fetch: UCX_TLS lists of node and reader, semicolon-separated");
+ABSL_FLAG(std::string, block_layers, "2,7,36", "fetch: layers of a block, which give its size");
+ABSL_FLAG(std::string, in_flight, "1,8,32,0", "fetch: objects of a request; 0 = all in one");
+ABSL_FLAG(uint64_t, run_bytes, uint64_t{512} << 20, "fetch: bytes of all objects");
+ABSL_FLAG(std::string, perftest, "ucx_perftest", "fetch: UCX's benchmark; empty = no baseline");
+ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch: where the services put their files");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -99,6 +107,23 @@ absl::Status Quality() {
   OKV_ASSIGN_OR_RETURN(options.rotations, ParseRotationsFlag(absl::GetFlag(FLAGS_rotations)));
   OKV_ASSIGN_OR_RETURN(options.windows, ParseWindowsFlag(absl::GetFlag(FLAGS_windows)));
   return Print(RunQuality(options));
+}
+
+absl::Status Fetch() {
+  FetchOptions options;
+  options.transports = absl::StrSplit(absl::GetFlag(FLAGS_transports), ';');
+  OKV_ASSIGN_OR_RETURN(options.layers,
+                       ParseCounts("--block_layers", absl::GetFlag(FLAGS_block_layers)));
+  OKV_ASSIGN_OR_RETURN(options.in_flight,
+                       ParseCounts("--in_flight", absl::GetFlag(FLAGS_in_flight)));
+  options.kv_heads = absl::GetFlag(FLAGS_kv_heads);
+  options.head_dim = absl::GetFlag(FLAGS_head_dim);
+  options.group_size = absl::GetFlag(FLAGS_group_size);
+  options.run_bytes = absl::GetFlag(FLAGS_run_bytes);
+  options.rounds = absl::GetFlag(FLAGS_rounds);
+  options.perftest = absl::GetFlag(FLAGS_perftest);
+  options.directory = absl::GetFlag(FLAGS_scratch_dir);
+  return Print(RunFetch(options));
 }
 
 #ifdef OKV_HAVE_CUDA
@@ -182,15 +207,16 @@ constexpr Command kCommands[] = {{"nll", Nll},
                                  {"prefill", PrefillBench},
                                  {"quantize", QuantizeBench},
                                  {"dequantize", DequantizeBench},
-                                 {"verify", VerifyBench}};
+                                 {"verify", VerifyBench},
+                                 {"fetch", Fetch}};
 
 }  // namespace
 }  // namespace okv
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify [flags]; --helpfull lists "
-      "the flags");
+      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify|fetch [flags]; --helpfull "
+      "lists the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";
   for (const okv::Command& command : okv::kCommands) {

@@ -1,0 +1,99 @@
+#include "cmd/bench/perftest.h"
+
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "absl/time/clock.h"
+#include "cmd/bench/child.h"
+#include "cmd/support/files.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+namespace {
+
+// A port that nobody has just now; ucx_perftest cannot choose one itself.
+absl::StatusOr<int> FreePort() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  const bool found = fd >= 0 &&
+                     bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+                     getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  if (fd >= 0) close(fd);
+  if (!found) return absl::UnavailableError("no free TCP port");
+  return ntohs(address.sin_port);
+}
+
+// Waits until `server` listens on `port`: a client does not wait for it, and a connection made only
+// to find out would be taken for the client's.
+absl::Status WaitForListener(int port, ChildProcess* server, absl::Time until) {
+  const std::string listening = absl::StrFormat(":%04X 00000000:0000 0A", port);
+  while (true) {
+    if (!server->running()) {
+      return absl::UnavailableError(
+          absl::StrCat("the server of ucx_perftest ended: ", server->output()));
+    }
+    const absl::StatusOr<std::string> sockets = ReadFile("/proc/net/tcp");
+    if (sockets.ok() && absl::StrContains(*sockets, listening)) return absl::OkStatus();
+    if (absl::Now() > until) {
+      return absl::DeadlineExceededError("the server of ucx_perftest does not listen");
+    }
+    poll(nullptr, 0, /*timeout=*/5);  // Nothing notifies us.
+  }
+}
+
+// The last line is "messages p50 average overall MB/s MB/s(overall) ...", latencies in us; its MB
+// is 2^20 bytes.
+absl::StatusOr<double> ParseBandwidth(const std::string& output) {
+  const absl::string_view text = absl::StripTrailingAsciiWhitespace(output);
+  const std::vector<absl::string_view> words =
+      absl::StrSplit(text.substr(text.rfind('\n') + 1), ' ', absl::SkipEmpty());
+  double mib = 0;
+  if (words.size() < 8 || !absl::SimpleAtod(words[5], &mib) || mib <= 0) {
+    return absl::UnavailableError(absl::StrCat("ucx_perftest printed no bandwidth: ", output));
+  }
+  return mib * 1048576.0;
+}
+
+}  // namespace
+
+absl::StatusOr<double> RunPerftest(const PerftestOptions& options) {
+  OKV_ASSIGN_OR_RETURN(const int port, FreePort());
+  const std::vector<std::pair<std::string, std::string>> environment = {
+      {"UCX_TLS", options.tls}, {"UCX_NET_DEVICES", options.net_devices}};
+  ChildOptions server_options = {.argv = {options.program, "-p", absl::StrCat(port)},
+                                 .environment = environment,
+                                 .output_path = absl::StrCat(options.output_path, ".server")};
+  OKV_ASSIGN_OR_RETURN(const auto server, ChildProcess::Start(server_options));
+  ChildOptions client_options = server_options;
+  for (const std::string& word : std::vector<std::string>{
+           "127.0.0.1", "-f", "-t", options.test, "-s", absl::StrCat(options.message_bytes), "-n",
+           absl::StrCat(options.messages), "-w", absl::StrCat(options.warmup_messages), "-O",
+           absl::StrCat(options.outstanding)}) {
+    client_options.argv.push_back(word);
+  }
+  const absl::Time until = absl::Now() + options.timeout;
+  OKV_RETURN_IF_ERROR(WaitForListener(port, server.get(), until));
+  client_options.output_path = absl::StrCat(options.output_path, ".client");
+  OKV_ASSIGN_OR_RETURN(const auto client, ChildProcess::Start(client_options));
+  OKV_ASSIGN_OR_RETURN(const int code, client->Wait(until));
+  if (code == 0) return ParseBandwidth(client->output());
+  return absl::UnavailableError(absl::StrCat(options.program, " ended with code ", code, ": ",
+                                             client->output(), server->output()));
+}
+
+}  // namespace okv
