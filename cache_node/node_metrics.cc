@@ -133,6 +133,7 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
   MetricFamily capacity = Gauge("okv_node_tier_capacity_bytes", "A tier's capacity");
   MetricFamily sessions = Gauge("okv_node_sessions", "Data-plane connections that are open");
   MetricFamily pins = Gauge("okv_node_pins", "Holds on objects by transfers and spills");
+  MetricFamily claims = Gauge("okv_node_claims", "Objects that are being written");
 
   MutexLock lock(&mu_);
   if (sources_.table == nullptr) return {};
@@ -151,7 +152,8 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
   }
   Set(&sessions, sources_.sessions_count ? sources_.sessions_count() : 0, {});
   Set(&pins, stats.pins_count, {});
-  return {stored, logical, objects, used, capacity, sessions, pins};
+  Set(&claims, stats.claims_count, {});
+  return {stored, logical, objects, used, capacity, sessions, pins, claims};
 }
 
 std::string NodeMetrics::Text() const {

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -143,6 +144,9 @@ std::string HttpGet(const std::string& address, const std::string& path) {
   peer.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(colon + 1))));
   inet_pton(AF_INET, address.substr(0, colon).c_str(), &peer.sin_addr);
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  // A process that is stopped takes the connection and never answers.
+  const timeval timeout = {.tv_sec = 10, .tv_usec = 0};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
   std::string answer;
   if (connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)) == 0) {
     const std::string request = "GET " + path + " HTTP/1.0\r\nHost: " + address + "\r\n\r\n";

@@ -38,6 +38,7 @@ class Process {
   // The exit code; 128 + n for a death by signal n; -1 after `timeout`.
   int Wait(std::chrono::seconds timeout);
   bool running();
+  pid_t pid() const { return pid_; }
   // Standard output and standard error so far, interleaved.
   std::string output() const { return ReadFileOrEmpty(output_path_); }
   // The last non-empty line of output().
@@ -66,7 +67,7 @@ RunResult RunProgram(const std::vector<std::string>& argv,
 // True once `path` exists and is not empty; false when `process` ended first or 30 s passed.
 bool WaitForFile(const std::string& path, Process* process);
 
-// Body of an HTTP GET on "host:port"; empty when there is none.
+// Body of an HTTP GET on "host:port"; empty when there is none within 10 s.
 std::string HttpGet(const std::string& address, const std::string& path);
 
 }  // namespace okv::testing_support

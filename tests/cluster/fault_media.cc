@@ -1,0 +1,153 @@
+#include "tests/cluster/fault_media.h"
+
+#include <fcntl.h>
+#include <net/if.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "tests/support/process.h"
+
+namespace okv::faults {
+namespace {
+
+// Larger mappings are no arena of a test.
+constexpr uint64_t kRegionBytesMax = uint64_t{128} << 20;
+
+std::string Errno(const std::string& what) {
+  return absl::StrCat(what, ": ", std::strerror(errno));
+}
+
+}  // namespace
+
+std::vector<FilePlace> FindInFiles(const std::string& directory, const std::string& suffix,
+                                   const std::string& needle) {
+  std::vector<FilePlace> places;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory)) {
+    const std::string path = entry.path().string();
+    if (!entry.is_regular_file() || !absl::EndsWith(path, suffix)) continue;
+    const std::string bytes = testing_support::ReadFileOrEmpty(path);
+    if (const size_t at = bytes.find(needle); at != std::string::npos) {
+      places.push_back({.path = path, .offset = at});
+    }
+  }
+  return places;
+}
+
+bool FlipInFile(const FilePlace& place, unsigned bit) {
+  const int fd = open(place.path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return false;
+  uint8_t byte = 0;
+  const auto at = static_cast<off_t>(place.offset);
+  bool done = pread(fd, &byte, 1, at) == 1;
+  byte ^= static_cast<uint8_t>(1u << bit);
+  done = done && pwrite(fd, &byte, 1, at) == 1;
+  close(fd);
+  return done;
+}
+
+std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, unsigned bit) {
+  const int fd = open(absl::StrCat("/proc/", pid, "/mem").c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return Errno("opening another process's memory");
+  std::ifstream maps(absl::StrCat("/proc/", pid, "/maps"));
+  std::string why = "the bytes are nowhere in its memory";
+  for (std::string line; std::getline(maps, line);) {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    char dash = 0;
+    std::string rights;
+    std::istringstream fields(line);
+    fields >> std::hex >> begin >> dash >> end >> rights;
+    if (rights.compare(0, 2, "rw") != 0 || end - begin > kRegionBytesMax) continue;
+    std::string bytes(end - begin, '\0');
+    const ssize_t got = pread(fd, bytes.data(), bytes.size(), static_cast<off_t>(begin));
+    if (got <= 0) continue;
+    const size_t at = bytes.find(needle);
+    if (at == std::string::npos) continue;
+    const uint8_t byte = static_cast<uint8_t>(bytes[at + offset]) ^ static_cast<uint8_t>(1u << bit);
+    const bool done = pwrite(fd, &byte, 1, static_cast<off_t>(begin + at + offset)) == 1;
+    why = done ? "" : Errno("writing another process's memory");
+    break;
+  }
+  close(fd);
+  return why;
+}
+
+std::string OwnMounts() {
+  if (unshare(CLONE_NEWNS) != 0) return Errno("unshare(CLONE_NEWNS)");
+  if (mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) {
+    return Errno("making mounts private");
+  }
+  return "";
+}
+
+std::string MountSmallDisk(const std::string& path, uint64_t bytes) {
+  std::filesystem::create_directories(path);
+  const std::string options = absl::StrCat("size=", bytes);
+  if (mount("okv_faults", path.c_str(), "tmpfs", 0, options.c_str()) == 0) return "";
+  return Errno("mounting a tmpfs");
+}
+
+std::string ResizeDisk(const std::string& path, uint64_t bytes) {
+  const std::string options = absl::StrCat("size=", bytes);
+  if (mount("okv_faults", path.c_str(), "tmpfs", MS_REMOUNT, options.c_str()) == 0) return "";
+  return Errno("resizing a tmpfs");
+}
+
+std::string MountReadOnly(const std::string& path) {
+  if (mount(path.c_str(), path.c_str(), nullptr, MS_BIND, nullptr) != 0) {
+    return Errno("mounting a directory on itself");
+  }
+  if (mount(nullptr, path.c_str(), nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY, nullptr) == 0) {
+    return "";
+  }
+  const std::string why = Errno("making a mount read-only");
+  Unmount(path);
+  return why;
+}
+
+void Unmount(const std::string& path) { umount2(path.c_str(), MNT_DETACH); }
+
+std::unique_ptr<OwnLink> OwnLink::Create(std::string* why_not) {
+  const int outer = open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC);
+  if (outer < 0) {
+    *why_not = Errno("opening the network namespace");
+    return nullptr;
+  }
+  if (unshare(CLONE_NEWNET) != 0) {
+    *why_not = Errno("unshare(CLONE_NEWNET)");
+    close(outer);
+    return nullptr;
+  }
+  std::unique_ptr<OwnLink> link(new OwnLink(outer));
+  link->Set(true);
+  return link;
+}
+
+OwnLink::~OwnLink() {
+  setns(outer_, CLONE_NEWNET);
+  close(outer_);
+}
+
+void OwnLink::Set(bool up) {
+  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  ifreq request = {};
+  std::strcpy(request.ifr_name, "lo");
+  ioctl(fd, SIOCGIFFLAGS, &request);
+  request.ifr_flags =
+      static_cast<short>(up ? request.ifr_flags | IFF_UP : request.ifr_flags & ~IFF_UP);
+  ioctl(fd, SIOCSIFFLAGS, &request);
+  close(fd);
+}
+
+}  // namespace okv::faults

@@ -1,0 +1,56 @@
+#ifndef OKV_TESTS_CLUSTER_FAULT_MEDIA_H_
+#define OKV_TESTS_CLUSTER_FAULT_MEDIA_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace okv::faults {
+
+// ---- Damage.
+
+// Where the bytes `needle` are in the files of `directory` (searched deeply) with the suffix.
+struct FilePlace {
+  std::string path;
+  uint64_t offset = 0;
+};
+std::vector<FilePlace> FindInFiles(const std::string& directory, const std::string& suffix,
+                                   const std::string& needle);
+// Flips one bit of a file. False when it cannot be written.
+bool FlipInFile(const FilePlace& place, unsigned bit);
+
+// Flips one bit of the first place in a process's writable memory that has the bytes `needle`, at
+// `offset` from there. Returns why it cannot, or "".
+std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, unsigned bit);
+
+// ---- Mounts and links of this process alone, children included.
+
+// Gives this process a mount namespace of its own: its mounts end with it, however it ends. Returns
+// why it cannot, or "".
+std::string OwnMounts();
+// Each returns why it cannot, or "".
+std::string MountSmallDisk(const std::string& path, uint64_t bytes);
+std::string ResizeDisk(const std::string& path, uint64_t bytes);
+// Makes the directory read-only, or writable again, for whoever opens a file in it from now on.
+std::string MountReadOnly(const std::string& path);
+void Unmount(const std::string& path);
+
+// A network namespace with a loopback link of its own, for this thread and the processes that it
+// starts while the object lives. Thread-compatible.
+class OwnLink {
+ public:
+  static std::unique_ptr<OwnLink> Create(std::string* why_not);
+  ~OwnLink();
+  void Set(bool up);
+
+ private:
+  explicit OwnLink(int outer) : outer_(outer) {}
+  const int outer_;  // The namespace to go back to.
+};
+
+}  // namespace okv::faults
+
+#endif  // OKV_TESTS_CLUSTER_FAULT_MEDIA_H_

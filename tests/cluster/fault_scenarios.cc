@@ -1,0 +1,325 @@
+#include "tests/cluster/fault_scenarios.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace okv::faults {
+namespace {
+
+using Json = nlohmann::json;
+using Mode = Oracle::Mode;
+using Millis = std::chrono::milliseconds;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr int kOk = static_cast<int>(absl::StatusCode::kOk);
+
+// Blocks [first, first + count) of each of some chains, the chains in turn.
+std::vector<BlockName> Interleaved(uint32_t first_chain, uint32_t chains, uint32_t first,
+                                   uint32_t count) {
+  std::vector<BlockName> blocks;
+  for (uint32_t i = 0; i < count; ++i) {
+    for (uint32_t chain = 0; chain < chains; ++chain) {
+      blocks.push_back({.chain = first_chain + chain, .index = first + i});
+    }
+  }
+  return blocks;
+}
+
+// A node is killed at a random point of spills, index updates and promotions: two writers store
+// twice what the arenas hold while a reader brings spilled blocks back.
+std::string KillNode(Round* round) {
+  StartNodes(round, 2, {.dram_bytes = 2 * kMiB});
+  FaultWorker* writers[] = {round->StartWorker(), round->StartWorker()};
+  FaultWorker* reader = round->StartWorker();
+  std::vector<Round::Put> puts;
+  for (uint32_t i = 0; i < 2; ++i) {
+    PutHeads(round, writers[i], i * 3, 3);
+    puts.push_back({.blocks = Interleaved(i * 3, 3, 1, 30), .nonce = 10 + i});
+    puts.back().group = absl::StrCat("writer", i);
+    round->SendPut(writers[i], puts.back());
+  }
+  const size_t victim = round->Pick(0, 1);
+  for (uint64_t reads = round->Pick(0, 5); reads > 0; --reads) {
+    round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 8)}, Mode::kStrict);
+  }
+  const Round::Fetch last = {.blocks = SomeAcknowledged(round, 8)};
+  round->SendFetch(reader, last);
+  round->RandomPause(20);
+  const uint64_t on_disk = round->KillNode(victim);
+  round->FinishFetch(reader, last, Mode::kExcused);
+  round->StartNode(victim, {.dram_bytes = 2 * kMiB});
+  const uint64_t adopted = AdoptedCount(round, victim);
+  if (adopted < on_disk) {
+    round->tally().lost_objects += on_disk - adopted;
+    round->Note(
+        absl::StrCat("the killed node had ", on_disk, " objects on disk, and adopted ", adopted));
+  }
+  for (uint32_t i = 0; i < 2; ++i) {
+    ExpectStored(round, "a writer", round->FinishPut(writers[i], puts[i]));
+  }
+  AuditAll(round);
+  return "";
+}
+
+// A reader stops in the middle of a fetch while a writer fills the arena twice; half of the time
+// what it reads was spilled before. It goes on, or dies.
+std::string SlowReader(Round* round) {
+  StartNodes(round, 1, {.dram_bytes = 4 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  FaultWorker* reader = round->StartWorker();
+  PutHeads(round, writer, 0, 1);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 1, 40)}));
+  uint32_t next = 1;
+  if (round->Pick(0, 1) == 1) {
+    ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(next++, 0, 100)}));
+  }
+  const auto count = static_cast<uint32_t>(round->Pick(1, 40));
+  const Round::Fetch fetch = {.blocks = ChainBlocks(0, 0, count), .deadline = Millis(20'000)};
+  round->SendFetch(reader, fetch);
+  round->RandomPause(10);
+  reader->Signal(SIGSTOP);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(next, 0, 200)}));
+  if (round->Pick(0, 3) == 0) {
+    round->KillWorker(reader);
+  } else {
+    reader->Signal(SIGCONT);
+    round->FinishFetch(reader, fetch, Mode::kStrict);
+  }
+  AuditAll(round);
+  return "";
+}
+
+// Many writers of the same blocks, each with bytes of its own; half are killed at random moments.
+// One version commits, and everybody reads that one.
+std::string ManyWritersOfOneKey(Round* round) {
+  constexpr uint32_t kWriters = 6;
+  constexpr uint32_t kBlocks = 4;
+  StartNodes(round, 2, {.dram_bytes = 4 * kMiB});
+  std::vector<FaultWorker*> writers;
+  for (uint32_t i = 0; i < kWriters; ++i) writers.push_back(round->StartWorker());
+  FaultWorker* reader = round->StartWorker();
+  std::vector<Round::Put> puts;
+  for (uint32_t i = 0; i < kWriters; ++i) {
+    puts.push_back({.blocks = ChainBlocks(0, 0, kBlocks), .nonce = 100 + i});
+    puts.back().group = absl::StrCat("writer", i);
+    puts.back().batch = round->Pick(1, kBlocks);
+    round->SendPut(writers[i], puts.back());
+  }
+  for (uint32_t i = 0; i < kWriters / 2; ++i) {
+    round->RandomPause(8);
+    round->KillWorker(writers[i]);
+    round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, kBlocks)}, Mode::kStrict);
+  }
+  for (uint32_t i = kWriters / 2; i < kWriters; ++i) {
+    ExpectStored(round, "a writer", round->FinishPut(writers[i], puts[i]));
+  }
+  std::map<BlockName, uint64_t> versions;
+  for (int again = 0; again < 3; ++again) {
+    for (const Oracle::Read& read :
+         round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, kBlocks)}, Mode::kStrict)) {
+      const std::set<uint64_t> told = round->oracle().AcknowledgedNonces(read.block);
+      if (told.size() > 1) round->Fail(ToString(read.block) + ": two writers committed it");
+      if (!told.empty() && !told.contains(read.nonce)) {
+        round->Fail(ToString(read.block) + ": not the version that was acknowledged");
+      }
+      if (read.code == kOk &&
+          versions.try_emplace(read.block, read.nonce).first->second != read.nonce) {
+        round->Fail(ToString(read.block) + ": its version changed");
+      }
+    }
+  }
+  if (versions.size() != kBlocks) round->Fail("not every block was committed");
+  AuditAll(round);
+  return "";
+}
+
+// Readers die in the middle of their transfers: what they held comes back, and the node answers.
+std::string WorkerKilledWhilePinned(Round* round) {
+  StartNodes(round, 1, {.dram_bytes = 6 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 0, 100)}));
+  std::vector<FaultWorker*> readers;
+  for (int i = 0; i < 3; ++i) readers.push_back(round->StartWorker());
+  for (FaultWorker* reader : readers) {
+    round->SendFetch(reader, {.blocks = ChainBlocks(0, 0, 64)});
+  }
+  round->RandomPause(15);
+  const bool stop_first = round->Pick(0, 1) == 1;
+  for (FaultWorker* reader : readers) {
+    if (stop_first) reader->Signal(SIGSTOP);
+  }
+  for (FaultWorker* reader : readers) round->KillWorker(reader);
+  const auto asked = std::chrono::steady_clock::now();
+  const bool answers = round->Metric(0, "okv_node_tier_capacity_bytes") > 0;
+  if (!answers || std::chrono::steady_clock::now() - asked > std::chrono::seconds(3)) {
+    round->Fail("the node did not answer in time after its readers had been killed");
+  }
+  round->WaitUntil("what killed readers held is free", [round] {
+    // The writer's session is idle, and stays.
+    return round->Metric(0, "okv_node_pins") == 0 && round->Metric(0, "okv_node_sessions") <= 1;
+  });
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(1, 0, 200)}));
+  AuditAll(round);
+  return "";
+}
+
+// A node stops answering during a fetch: what others have arrives, the rest fails at the deadline,
+// and nothing writes into the buffers when the node goes on.
+std::string StalledNode(Round* round) {
+  constexpr uint32_t kChains = 6;
+  StartNodes(round, 2, {.dram_bytes = 16 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  FaultWorker* reader = round->StartWorker();
+  PutHeads(round, writer, 0, kChains);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = Interleaved(0, kChains, 1, 12)}));
+  const std::vector<BlockName> blocks = Interleaved(0, kChains, 0, 13);
+  if (round->Pick(0, 1) == 1) {  // Over sessions that are open already.
+    round->DoFetch(reader, {.blocks = blocks, .by_home = true}, Mode::kStrict);
+  }
+  const size_t victim = round->Pick(0, 1);
+  const bool before = round->Pick(0, 1) == 1;
+  if (before) round->SignalNode(victim, SIGSTOP);
+  const Round::Fetch fetch = {
+      .blocks = blocks, .deadline = Millis(600), .keep = true, .by_home = true};
+  round->SendFetch(reader, fetch);
+  if (!before) {
+    round->RandomPause(15);
+    round->SignalNode(victim, SIGSTOP);
+  }
+  for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {
+    const bool stalled = round->oracle().homes().at(read.block.chain) == round->NodeId(victim);
+    if (read.code == kOk) continue;
+    if (!stalled) round->Fail(ToString(read.block) + ": did not arrive from a healthy node");
+    if (static_cast<absl::StatusCode>(read.code) != absl::StatusCode::kDeadlineExceeded) {
+      round->Fail(absl::StrCat(ToString(read.block), " of the stalled node: code ", read.code));
+    }
+  }
+  round->SignalNode(victim, SIGCONT);
+  round->DoFetch(reader, {.blocks = blocks, .by_home = true}, Mode::kStrict);
+  round->CheckKept(reader);
+  AuditAll(round);
+  return "";
+}
+
+// The control plane is killed and restarted under load: reads go on, writes resume, and its index
+// is what the nodes have.
+std::string ControlKilled(Round* round) {
+  StartNodes(round, 2, {.dram_bytes = 4 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  FaultWorker* reader = round->StartWorker();
+  PutHeads(round, writer, 0, 4);
+  const Round::Put put = {.blocks = Interleaved(0, 4, 1, 40), .batch = 4};
+  round->SendPut(writer, put);
+  round->RandomPause(60);
+  round->KillControl();
+  for (uint64_t reads = round->Pick(1, 4); reads > 0; --reads) {
+    round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 16)}, Mode::kStrict);
+    round->RandomPause(100);
+  }
+  round->StartControl();
+  ExpectStored(round, "writer", round->FinishPut(writer, put));
+  AuditAll(round);
+  return "";
+}
+
+// A writer reserves 1,000 blocks and dies: nothing of it is visible, and the room comes back with
+// no further traffic.
+std::string DeadWriter(Round* round) {
+  constexpr uint32_t kBlocks = 1000;
+  StartNodes(round, 1, {.dram_bytes = 4 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  FaultWorker* doomed = round->StartWorker();
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 0, 20)}));
+  const double used = round->Metric(0, "okv_node_tier_used_bytes");
+  round->SignalNode(0, SIGSTOP);  // Reservations come from the control plane; no payload goes.
+  round->SendPut(doomed, {.blocks = ChainBlocks(1, 0, kBlocks), .nonce = 7, .batch = kBlocks});
+  const bool reserved = round->WaitUntil("1,000 reservations are open", [round] {
+    return round->ControlMetric("okv_control_reservations") >= kBlocks;
+  });
+  round->RandomPause(20);
+  round->KillWorker(doomed);
+  round->SignalNode(0, SIGCONT);
+  if (!reserved) return "";
+  round->WaitUntil("a dead writer's reservations are gone",
+                   [round] { return round->ControlMetric("okv_control_reservations") == 0; });
+  round->WaitUntil("a dead writer's room is free", [round, used] {
+    return round->Metric(0, "okv_node_tier_used_bytes") == used &&
+           round->Metric(0, "okv_node_claims") == 0;
+  });
+  for (const Oracle::Read& read :
+       round->DoFetch(writer, {.blocks = ChainBlocks(1, 0, 10)}, Mode::kStrict)) {
+    if (read.code == kOk) round->Fail(ToString(read.block) + ": visible, though never sent");
+  }
+  const Round::Put again = {.blocks = ChainBlocks(1, 0, 20), .nonce = 8, .group = "another"};
+  ExpectStored(round, "another writer", round->DoPut(writer, again));
+  FaultWorker* reader = round->StartWorker();
+  round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 20) + ChainBlocks(1, 0, 20)}, Mode::kStrict);
+  return "";
+}
+
+}  // namespace
+
+void StartNodes(Round* round, size_t count, const Round::NodeSpec& spec) {
+  round->StartControl();
+  for (size_t number = 0; number < count; ++number) round->StartNode(number, spec);
+}
+
+void PutHeads(Round* round, FaultWorker* writer, uint32_t first, uint32_t count) {
+  std::vector<uint32_t> chains;
+  for (uint32_t i = 0; i < count; ++i) chains.push_back(first + i);
+  ExpectStored(round, "a writer",
+               round->DoPut(writer, {.blocks = Interleaved(first, count, 0, 1)}));
+  round->LearnHomes(writer, chains);
+}
+
+void ExpectStored(Round* round, const std::string& who, const Json& codes) {
+  for (const auto& [code, count] : codes.items()) {
+    if (code == "OK" || code == "ALREADY_EXISTS") continue;
+    round->Fail(absl::StrCat(who, ": ", count.get<int>(), " puts ended with ", code));
+  }
+}
+
+std::vector<BlockName> SomeAcknowledged(Round* round, size_t count) {
+  round->ReadJournals();
+  const std::vector<BlockName> all = round->oracle().Acknowledged();
+  std::set<BlockName> chosen;
+  for (size_t i = 0; i < count && !all.empty(); ++i) {
+    chosen.insert(all[round->Pick(0, all.size() - 1)]);
+  }
+  return {chosen.begin(), chosen.end()};
+}
+
+void AuditAll(Round* round) {
+  FaultWorker* auditor = round->StartWorker();
+  round->Audit(auditor);
+  round->CheckLookups(auditor);
+}
+
+uint64_t AdoptedCount(Round* round, size_t node) {
+  const std::string log = round->NodeLog(node);
+  const std::string mark = "okv-node: adopted ";
+  const size_t at = log.rfind(mark);
+  return at == std::string::npos ? 0 : std::stoull(log.substr(at + mark.size()));
+}
+
+std::vector<Scenario> ProcessScenarios() {
+  return {
+      {"kill_node", KillNode},
+      {"slow_reader", SlowReader},
+      {"one_key_many_writers", ManyWritersOfOneKey},
+      {"worker_killed_while_pinned", WorkerKilledWhilePinned},
+      {"stalled_node", StalledNode},
+      {"control_killed", ControlKilled},
+      {"dead_writer", DeadWriter},
+  };
+}
+
+}  // namespace okv::faults

@@ -1,0 +1,39 @@
+#ifndef OKV_TESTS_CLUSTER_FAULT_SCENARIOS_H_
+#define OKV_TESTS_CLUSTER_FAULT_SCENARIOS_H_
+
+#include <string>
+#include <vector>
+
+#include "tests/cluster/fault_round.h"
+
+namespace okv::faults {
+
+// One kind of fault. `run` starts what it needs, does the harm and audits; the caller ends the
+// round with Round::Finish(). Returns why this machine cannot run it, or "".
+struct Scenario {
+  const char* name;
+  std::string (*run)(Round* round);
+};
+
+// Nodes and workers: killed, stopped, slow (fault_scenarios.cc).
+std::vector<Scenario> ProcessScenarios();
+// Disks and links: damaged, full, gone (fault_scenarios_media.cc).
+std::vector<Scenario> MediaScenarios();
+
+// ---- What several of them do.
+
+void StartNodes(Round* round, size_t count, const Round::NodeSpec& spec);
+// Writes block 0 of chains [first, first + count) and learns where they went.
+void PutHeads(Round* round, FaultWorker* writer, uint32_t first, uint32_t count);
+// Every block is stored by now; other codes are failures.
+void ExpectStored(Round* round, const std::string& who, const nlohmann::json& codes);
+// Up to `count` acknowledged blocks, chosen by the seed.
+std::vector<BlockName> SomeAcknowledged(Round* round, size_t count);
+// A fresh worker reads everything, from the nodes and by lookups.
+void AuditAll(Round* round);
+// How many objects the node adopted when it started last.
+uint64_t AdoptedCount(Round* round, size_t node);
+
+}  // namespace okv::faults
+
+#endif  // OKV_TESTS_CLUSTER_FAULT_SCENARIOS_H_

@@ -1,0 +1,182 @@
+#include <signal.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tests/cluster/fault_media.h"
+#include "tests/cluster/fault_scenarios.h"
+
+namespace okv::faults {
+namespace {
+
+using Json = nlohmann::json;
+using Mode = Oracle::Mode;
+using Millis = std::chrono::milliseconds;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kNonce = 1;  // Round::Put's default.
+constexpr size_t kNeedleBytes = 48;
+
+// Bytes of the block's payload that are nowhere else.
+std::string Needle(Round* round, const BlockName& block) {
+  const PageLayout layout = PageLayout::Of(FaultFormat());
+  BlockKeys keys("default");  // The salt is the tenant's name.
+  const ObjectId id = keys.Id(block);
+  std::vector<uint8_t> payload(layout.block_bytes(id.codec));
+  FillPattern(id, layout, kNonce, absl::MakeSpan(payload));
+  const size_t at = round->Pick(1, payload.size() / 8 - kNeedleBytes / 8 - 1) * 8;
+  return {payload.begin() + static_cast<ptrdiff_t>(at),
+          payload.begin() + static_cast<ptrdiff_t>(at + kNeedleBytes)};
+}
+
+// One call for everything: exactly the damaged block fails, and every other one arrives.
+void ExpectOnlyThisFails(Round* round, FaultWorker* reader, const std::vector<BlockName>& blocks,
+                         const BlockName& damaged) {
+  for (const Oracle::Read& read : round->DoFetch(reader, {.blocks = blocks}, Mode::kStrict)) {
+    if (read.block != damaged) continue;
+    const auto code = static_cast<absl::StatusCode>(read.code);
+    if (code != absl::StatusCode::kDataLoss && code != absl::StatusCode::kNotFound) {
+      round->Fail(
+          absl::StrCat("the damaged ", ToString(damaged), ": ", absl::StatusCodeToString(code)));
+    }
+  }
+}
+
+void WriteAgain(Round* round, FaultWorker* writer, const BlockName& block) {
+  round->oracle().Repaired(block);
+  ExpectStored(round, "who writes a dropped block again",
+               round->DoPut(writer, {.blocks = {block}, .group = "again"}));
+  round->DoFetch(writer, {.blocks = {block}}, Mode::kStrict);
+}
+
+// A bit of a payload in a blob file flips while the node is stopped: that block alone is damaged.
+std::string FlippedBlob(Round* round) {
+  StartNodes(round, 1, {.dram_bytes = 2 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  const std::vector<BlockName> blocks = ChainBlocks(0, 0, 40) + ChainBlocks(1, 0, 20);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = blocks}));
+  round->StopNode(0);
+  round->ReadJournals();
+  round->oracle().AllSpilled();
+  const BlockName damaged = blocks[round->Pick(0, blocks.size() - 1)];
+  const std::string needle = Needle(round, damaged);
+  std::vector<FilePlace> places = FindInFiles(round->NodeDirectory(0), ".blob", needle);
+  if (places.size() != 1) {
+    round->Fail(absl::StrCat(ToString(damaged), " is in ", places.size(), " blob files"));
+    return "";
+  }
+  places[0].offset += round->Pick(0, kNeedleBytes - 1);
+  if (!FlipInFile(places[0], static_cast<unsigned>(round->Pick(0, 7)))) round->Fail("no flip");
+  round->oracle().Damaged(damaged);
+  round->StartNode(0, {.dram_bytes = 2 * kMiB});
+  ExpectOnlyThisFails(round, writer, blocks, damaged);
+  round->WaitUntil("the damaged block is counted", [round] {
+    return round->Metric(0, "okv_node_corrupt_objects_total", "tier=\"disk\"") == 1;
+  });
+  AuditAll(round);
+  WriteAgain(round, writer, damaged);
+  return "";
+}
+
+// A bit of a resident page flips: the reader notices, and the node as soon as it spills.
+std::string FlippedDram(Round* round) {
+  StartNodes(round, 1, {.dram_bytes = 4 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  const std::vector<BlockName> blocks = ChainBlocks(0, 0, 50);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = blocks}));
+  const BlockName damaged = blocks[round->Pick(0, blocks.size() - 1)];
+  const std::string needle = Needle(round, damaged);
+  const std::string why = FlipInMemory(round->NodePid(0), needle, round->Pick(0, kNeedleBytes - 1),
+                                       static_cast<unsigned>(round->Pick(0, 7)));
+  if (!why.empty()) return why;
+  round->ReadJournals();
+  round->oracle().Damaged(damaged);
+  ExpectOnlyThisFails(round, writer, blocks, damaged);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(1, 0, 200)}));
+  round->WaitUntil("the node finds its damaged copy",
+                   [round] { return round->Metric(0, "okv_node_corrupt_objects_total") == 1; });
+  AuditAll(round);
+  WriteAgain(round, writer, damaged);
+  return "";
+}
+
+// The disk fills before the node's own limit: what was acknowledged stays readable, writes are
+// refused with a code, and go on once there is room.
+std::string DiskFull(Round* round) {
+  round->StartControl();
+  const std::string disk = round->Path("small_disk");
+  const std::string why = MountSmallDisk(disk, 7 * kMiB);
+  if (!why.empty()) return why;
+  round->StartNode(0, {.dram_bytes = 2 * kMiB, .data_dir = disk});
+  FaultWorker* writer = round->StartWorker();
+  const Round::Put put = {.blocks = ChainBlocks(0, 0, 250), .deadline = Millis(1000)};
+  const Json codes = round->DoPut(writer, put);
+  for (const auto& [code, count] : codes.items()) {
+    if (code != "OK" && code != "RESOURCE_EXHAUSTED" && code != "UNAVAILABLE" &&
+        code != "DEADLINE_EXCEEDED" && code != "ABORTED") {
+      round->Fail(absl::StrCat("on a full disk ", count.get<int>(), " puts ended with ", code));
+    }
+  }
+  if (codes.value("OK", 0) == 250) round->Fail("250 blocks fit a disk that is too small for them");
+  FaultWorker* reader = round->StartWorker();
+  round->Audit(reader);
+  const std::string resized = ResizeDisk(disk, 200 * kMiB);
+  if (!resized.empty()) round->Fail(resized);
+  ExpectStored(round, "a writer after the disk grew",
+               round->DoPut(writer, {.blocks = ChainBlocks(1, 0, 100)}));
+  AuditAll(round);
+  round->StopNode(0);
+  round->ReadJournals();
+  round->oracle().AllSpilled();
+  round->StartNode(0, {.dram_bytes = 2 * kMiB, .data_dir = disk});
+  AuditAll(round);
+  return "";
+}
+
+// The link goes down in the middle of transfers and comes back: codes within the deadline while it
+// is down, everything as before once it is up.
+std::string CutLink(Round* round) {
+  std::string why;
+  const std::unique_ptr<OwnLink> link = OwnLink::Create(&why);
+  if (link == nullptr) return why;
+  StartNodes(round, 2, {.dram_bytes = 4 * kMiB});
+  FaultWorker* writer = round->StartWorker();
+  FaultWorker* reader = round->StartWorker();
+  PutHeads(round, writer, 0, 4);
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 1, 60)}));
+  const Round::Put put = {.blocks = ChainBlocks(1, 1, 60)};
+  const Round::Fetch fetch = {
+      .blocks = ChainBlocks(0, 0, 61), .deadline = Millis(700), .keep = true};
+  round->SendPut(writer, put);
+  round->SendFetch(reader, fetch);
+  round->RandomPause(20);
+  link->Set(false);
+  round->FinishFetch(reader, fetch, Mode::kExcused);
+  round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 8), .deadline = Millis(300), .keep = true},
+                 Mode::kExcused);
+  link->Set(true);
+  round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 61)}, Mode::kStrict);
+  round->CheckKept(reader);
+  ExpectStored(round, "a writer after the link came back", round->FinishPut(writer, put));
+  AuditAll(round);
+  round->Finish();  // Here: its processes are behind this link.
+  return "";
+}
+
+}  // namespace
+
+std::vector<Scenario> MediaScenarios() {
+  return {
+      {"flipped_blob", FlippedBlob},
+      {"flipped_dram", FlippedDram},
+      {"disk_full", DiskFull},
+      {"cut_link", CutLink},
+  };
+}
+
+}  // namespace okv::faults
