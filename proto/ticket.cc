@@ -51,12 +51,11 @@ absl::StatusOr<absl::string_view> CheckSignature(absl::string_view what, absl::s
   return body.substr(magic.size());
 }
 
-absl::Status CheckExpiry(absl::string_view what, int64_t expires_wall_us, int64_t now_wall_us) {
-  if (now_wall_us < expires_wall_us) return absl::OkStatus();
+std::string ExpiredText(int64_t expires_wall_us, int64_t now_wall_us) {
   // Unsigned: a signed ticket may still say INT64_MIN.
   const uint64_t late_us =
       static_cast<uint64_t>(now_wall_us) - static_cast<uint64_t>(expires_wall_us);
-  return Denied(what, absl::StrCat("expired ", late_us / 1000, " ms ago"));
+  return absl::StrCat("expired ", late_us / 1000, " ms ago");
 }
 
 }  // namespace
@@ -82,8 +81,9 @@ absl::StatusOr<Ticket> OpenTicket(absl::string_view sealed, absl::string_view ti
   ticket.expires_wall_us = static_cast<int64_t>(reader.U64(kExpires));
   if (!reader.done() || format_id.size() != 32) return Denied("ticket", "is malformed");
   ticket.format_id = *FormatId::FromBytes(format_id);
-  absl::Status fresh = CheckExpiry("ticket", ticket.expires_wall_us, now_wall_us);
-  if (!fresh.ok()) return fresh;
+  if (now_wall_us >= ticket.expires_wall_us) {
+    return Denied("ticket", ExpiredText(ticket.expires_wall_us, now_wall_us));
+  }
   return ticket;
 }
 
@@ -120,8 +120,10 @@ absl::StatusOr<Reservation> OpenReservation(absl::string_view sealed, absl::stri
   }
   reservation.format_id = *FormatId::FromBytes(format_id);
   reservation.object = {.key = *BlockKey::FromBytes(key), .codec = static_cast<Codec>(codec)};
-  absl::Status fresh = CheckExpiry("reservation", reservation.expires_wall_us, now_wall_us);
-  if (!fresh.ok()) return fresh;
+  if (now_wall_us >= reservation.expires_wall_us) {
+    return absl::AbortedError(
+        absl::StrCat("reservation ", ExpiredText(reservation.expires_wall_us, now_wall_us)));
+  }
   return reservation;
 }
 

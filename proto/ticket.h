@@ -39,8 +39,10 @@ struct Reservation {
 std::string SealTicket(const Ticket& ticket, absl::string_view ticket_key);
 std::string SealReservation(const Reservation& reservation, absl::string_view ticket_key);
 
-// kPermissionDenied, saying which, when the seal is malformed, signed with another key, or (by
-// now_wall_us) expired, and when there is no ticket key: an empty key would let anyone sign.
+// kPermissionDenied, saying which, when the seal is malformed or signed with another key, and when
+// there is no ticket key: an empty key would let anyone sign. One that expired (by now_wall_us) is
+// kPermissionDenied for a ticket, and kAborted for a reservation: its writer was too slow, has lost
+// its place, and starts over.
 absl::StatusOr<Ticket> OpenTicket(absl::string_view sealed, absl::string_view ticket_key,
                                   int64_t now_wall_us);
 absl::StatusOr<Reservation> OpenReservation(absl::string_view sealed, absl::string_view ticket_key,
