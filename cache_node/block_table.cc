@@ -1,13 +1,26 @@
 #include "cache_node/block_table.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "absl/strings/str_cat.h"
 #include "proto/check.h"
 
 namespace okv {
+namespace {
+
+// The first bytes of a hash are one.
+uint64_t ShortKey(const BlockKey& key) {
+  uint64_t bits;
+  std::memcpy(&bits, key.view().data(), sizeof(bits));
+  return bits;
+}
+
+}  // namespace
 
 absl::Span<const uint8_t> ObjectPin::dram() const { return table_->Dram(entry_); }
 
-bool ObjectPin::on_disk() const { return table_->OnDisk(entry_); }
+DiskPlace ObjectPin::place() const { return table_->Place(entry_); }
 
 void ObjectPin::Release() {
   if (table_ != nullptr) std::exchange(table_, nullptr)->Unpin(entry_);
@@ -49,24 +62,33 @@ void BlockTable::Commit(WriteClaim claim, ObjectRef object, Extent extent) {
   claims_.erase(id);
   auto entry = std::make_unique<Entry>();
   entry->object = std::move(object);
+  entry->used = ++uses_count_;
   Count(*entry, /*add=*/true);
   SetDram(entry.get(), std::move(extent));
   const bool is_new = entries_.emplace(id, std::move(entry)).second;
   OKV_CHECK(is_new);
 }
 
-bool BlockTable::AdoptFromDisk(ObjectRef object) {
-  const ObjectId id = object->header.id;
+size_t BlockTable::AdoptFromDisk(std::vector<Adopted> adopted) {
+  std::sort(adopted.begin(), adopted.end(), [](const Adopted& a, const Adopted& b) {
+    return std::pair(a.place.group, a.place.page) < std::pair(b.place.group, b.place.page);
+  });
+  size_t count = 0;
   MutexLock lock(&mu_);
-  auto [place, is_new] = entries_.try_emplace(id);
-  if (!is_new) return false;
-  place->second = std::make_unique<Entry>();
-  Entry& entry = *place->second;
-  entry.object = std::move(object);
-  entry.on_disk = true;
-  Count(entry, /*add=*/true);
-  ++CodecStats(entry).disk_objects;
-  return true;
+  entries_.reserve(entries_.size() + adopted.size());
+  for (Adopted& found : adopted) {
+    OKV_CHECK(found.place.known());
+    auto [slot, is_new] = entries_.try_emplace(found.object->header.id);
+    if (!is_new) continue;
+    slot->second = std::make_unique<Entry>();
+    Entry* entry = slot->second.get();
+    entry->object = std::move(found.object);
+    entry->used = ++uses_count_;
+    Count(*entry, /*add=*/true);
+    SetPlace(entry, found.place);
+    ++count;
+  }
+  return count;
 }
 
 absl::StatusOr<ObjectPin> BlockTable::Pin(const ObjectId& id) {
@@ -77,9 +99,15 @@ absl::StatusOr<ObjectPin> BlockTable::Pin(const ObjectId& id) {
         absl::StrCat(CodecName(id.codec), " object ", id.key.Short(), " is not held here"));
   }
   Entry* entry = found->second.get();
+  entry->used = ++uses_count_;
+  if (!entry->dram.empty()) in_dram_.MoveToBack(entry);
+  if (entry->place.known()) on_disk_.MoveToBack(entry);
+  return PinLocked(entry);
+}
+
+ObjectPin BlockTable::PinLocked(Entry* entry) {
   ++entry->pins;
   ++stats_.pins_count;
-  if (!entry->dram.empty()) lru_.splice(lru_.end(), lru_, entry->lru);
   return ObjectPin(this, entry);
 }
 
@@ -94,24 +122,22 @@ std::vector<ObjectPin> BlockTable::PinColdest(const ColdestQuery& query) {
   std::vector<ObjectPin> pins;
   uint64_t bytes = 0;
   MutexLock lock(&mu_);
-  for (Entry* entry : lru_) {
+  for (Entry* entry : in_dram_) {
     if (bytes >= query.bytes || pins.size() >= query.objects_max) break;
     if (entry->pins > 0 || entry->doomed) continue;
-    if (query.where == Where::kOnDiskToo && !entry->on_disk) continue;
-    if (query.where == Where::kOnlyInDram && entry->on_disk) continue;
-    ++entry->pins;
-    ++stats_.pins_count;
+    if (query.where == Where::kOnDiskToo && !entry->place.known()) continue;
+    if (query.where == Where::kOnlyInDram && entry->place.known()) continue;
     bytes += entry->dram.size();
-    pins.push_back(ObjectPin(this, entry));
+    pins.push_back(PinLocked(entry));
   }
   return pins;
 }
 
-void BlockTable::MarkOnDisk(const ObjectPin& pin) {
+void BlockTable::MarkOnDisk(const ObjectPin& pin, const DiskPlace& place) {
+  OKV_CHECK(place.known());
   MutexLock lock(&mu_);
-  if (pin.entry_->on_disk) return;
-  pin.entry_->on_disk = true;
-  if (!pin.entry_->doomed) ++CodecStats(*pin.entry_).disk_objects;
+  // A doomed one keeps no place: its disk copy is being removed.
+  if (!pin.entry_->doomed) SetPlace(pin.entry_, place);
 }
 
 uint64_t BlockTable::UnpinAndEvict(ObjectPin pin) {
@@ -119,7 +145,7 @@ uint64_t BlockTable::UnpinAndEvict(ObjectPin pin) {
   Entry* entry = pin.entry_;
   pin.table_ = nullptr;
   uint64_t bytes = 0;
-  if (entry->pins == 1 && entry->on_disk && !entry->doomed && !entry->dram.empty()) {
+  if (entry->pins == 1 && entry->place.known() && !entry->doomed && !entry->dram.empty()) {
     bytes = entry->dram.size();
     DropDram(entry);
   }
@@ -127,17 +153,98 @@ uint64_t BlockTable::UnpinAndEvict(ObjectPin pin) {
   return bytes;
 }
 
+uint32_t BlockTable::ChildrenCount(const BlockKey& key) const {
+  const auto found = children_.find(ShortKey(key));
+  return found == children_.end() ? 0 : found->second;
+}
+
+std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
+  std::vector<ColdObject> cold;
+  absl::flat_hash_set<const Entry*> taken;
+  absl::flat_hash_map<uint64_t, uint32_t> taken_children;
+  uint64_t taken_bytes = 0;
+  MutexLock lock(&mu_);
+  // A fetch touches its prefix from the beginning, so a block is colder than its children: it is
+  // passed over first, and taken when the last of them was.
+  const auto take = [&](Entry* entry, uint64_t used_max) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const ObjectHeader& header = entry->object->header;
+    const auto children = taken_children.find(ShortKey(header.id.key));
+    const uint32_t gone = children == taken_children.end() ? 0 : children->second;
+    if (entry->used > used_max || !MayLeave(*entry, query.with_dram) ||
+        ChildrenCount(header.id.key) > gone || !taken.insert(entry).second) {
+      return false;
+    }
+    cold.push_back({.id = header.id,
+                    .place = entry->place,
+                    .in_dram = !entry->dram.empty(),
+                    .payload_bytes = header.payload_bytes});
+    taken_bytes += header.payload_bytes;
+    if (header.parent.has_value()) ++taken_children[ShortKey(*header.parent)];
+    return true;
+  };
+  const auto take_with_parents = [&](Entry* leaf) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    std::vector<Entry*> next = {leaf};
+    while (!next.empty() && taken_bytes < query.bytes) {
+      Entry* entry = next.back();
+      next.pop_back();
+      if (!take(entry, leaf->used) || !entry->object->header.parent.has_value()) continue;
+      for (const Codec codec : kCodecs) {
+        const auto parent = entries_.find({.key = *entry->object->header.parent, .codec = codec});
+        if (parent != entries_.end()) next.push_back(parent->second.get());
+      }
+    }
+  };
+  for (Entry* entry : on_disk_) {
+    if (taken_bytes >= query.bytes) break;
+    take_with_parents(entry);
+  }
+  if (!query.with_dram) return cold;
+  for (Entry* entry : in_dram_) {
+    if (taken_bytes >= query.bytes) break;
+    take_with_parents(entry);
+  }
+  return cold;
+}
+
+std::vector<ObjectPin> BlockTable::DoomCold(absl::Span<const ColdObject> cold) {
+  std::vector<ObjectPin> pins;
+  MutexLock lock(&mu_);
+  for (const ColdObject& object : cold) {
+    const auto found = entries_.find(object.id);
+    if (found == entries_.end()) continue;
+    Entry* entry = found->second.get();
+    if (!MayLeave(*entry, object.in_dram) || entry->place != object.place ||
+        ChildrenCount(object.id.key) > 0) {
+      continue;
+    }
+    DoomLocked(entry);
+    pins.push_back(PinLocked(entry));
+  }
+  return pins;
+}
+
+std::vector<ObjectPin> BlockTable::PinGroup(uint32_t group) {
+  std::vector<ObjectPin> pins;
+  MutexLock lock(&mu_);
+  const auto found = groups_.find(group);
+  if (found == groups_.end()) return pins;
+  for (Entry* entry : *found->second) pins.push_back(PinLocked(entry));
+  return pins;
+}
+
 bool BlockTable::Doom(const ObjectPin& pin) {
   MutexLock lock(&mu_);
-  Entry* entry = pin.entry_;
-  if (entry->doomed) return false;
-  entry->doomed = true;
+  if (pin.entry_->doomed) return false;
+  DoomLocked(pin.entry_);
+  return true;
+}
+
+void BlockTable::DoomLocked(Entry* entry) {
   // Gone from every count at once; its memory follows with the last pin.
   Count(*entry, /*add=*/false);
-  TableStats::PerCodec& codec = CodecStats(*entry);
-  if (!entry->dram.empty()) --codec.dram_objects;
-  if (entry->on_disk) --codec.disk_objects;
-  return true;
+  if (!entry->dram.empty()) --CodecStats(*entry).dram_objects;
+  if (entry->place.known()) DropPlace(entry);
+  entry->doomed = true;
 }
 
 void BlockTable::Forget(ObjectPin pin) {
@@ -171,9 +278,9 @@ absl::Span<const uint8_t> BlockTable::Dram(const Entry* entry) const {
   return entry->dram;
 }
 
-bool BlockTable::OnDisk(const Entry* entry) const {
+DiskPlace BlockTable::Place(const Entry* entry) const {
   MutexLock lock(&mu_);
-  return entry->on_disk;
+  return entry->place;
 }
 
 void BlockTable::Unpin(Entry* entry) {
@@ -198,15 +305,41 @@ void BlockTable::UnpinLocked(Entry* entry) {
 
 void BlockTable::SetDram(Entry* entry, Extent extent) {
   entry->dram = dram_->Adopt(entry->object, std::move(extent));
-  entry->lru = lru_.insert(lru_.end(), entry);
+  in_dram_.PushBack(entry);
   if (!entry->doomed) ++CodecStats(*entry).dram_objects;
 }
 
 void BlockTable::DropDram(Entry* entry) {
   OKV_CHECK(dram_->Remove(entry->object->header.id).ok());
-  lru_.erase(entry->lru);
+  DramList::Remove(entry);
   entry->dram = {};
   if (!entry->doomed) --CodecStats(*entry).dram_objects;
+}
+
+void BlockTable::SetPlace(Entry* entry, const DiskPlace& place) {
+  if (entry->place.known()) {
+    LeaveGroup(entry);  // It moves on disk, which is no use: its turn to go stays.
+  } else {
+    on_disk_.PushBack(entry);
+    ++CodecStats(*entry).disk_objects;
+  }
+  entry->place = place;
+  std::unique_ptr<GroupList>& group = groups_[place.group];
+  if (group == nullptr) group = std::make_unique<GroupList>();
+  group->PushBack(entry);
+}
+
+void BlockTable::LeaveGroup(Entry* entry) {
+  const auto group = groups_.find(entry->place.group);
+  GroupList::Remove(entry);
+  if (group->second->empty()) groups_.erase(group);
+}
+
+void BlockTable::DropPlace(Entry* entry) {
+  LeaveGroup(entry);
+  DiskList::Remove(entry);
+  entry->place = {};
+  --CodecStats(*entry).disk_objects;
 }
 
 TableStats::PerCodec& BlockTable::CodecStats(const Entry& entry) {
@@ -219,6 +352,10 @@ void BlockTable::Count(const Entry& entry, bool add) {
   codec.stored_bytes += sign * entry.object->header.payload_bytes;
   codec.logical_bytes += sign * entry.object->logical_bytes();
   stats_.objects_count += sign;
+  if (!entry.object->header.parent.has_value()) return;
+  const auto children = children_.try_emplace(ShortKey(*entry.object->header.parent)).first;
+  children->second += static_cast<uint32_t>(sign);
+  if (children->second == 0) children_.erase(children);
 }
 
 }  // namespace okv

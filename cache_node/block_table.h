@@ -4,8 +4,8 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,6 +17,7 @@
 #include "absl/types/span.h"
 #include "cache_node/tiers/dram_tier.h"
 #include "cache_node/tiers/tier.h"
+#include "cache_node/use_list.h"
 #include "proto/ids.h"
 #include "proto/mutex.h"
 
@@ -25,15 +26,19 @@ namespace okv {
 class BlockTable;
 
 namespace internal {
-// One object of the table. Guarded by the table's mutex; `object` never changes.
-struct TableEntry {
+struct InDram {};
+struct OnDisk {};
+struct InGroup {};
+// One object of the table: in up to three of its lists. Guarded by the table's mutex; `object`
+// never changes.
+struct TableEntry : ListHook<InDram>, ListHook<OnDisk>, ListHook<InGroup> {
   ObjectRef object;
   absl::Span<const uint8_t> dram;  // Empty: not in DRAM.
-  bool on_disk = false;
+  DiskPlace place;                 // Unknown: not on disk.
+  uint64_t used = 0;               // The table's count of uses at the last one.
+  uint32_t pins = 0;
   bool doomed = false;    // Nobody may pin it any more.
   bool released = false;  // Doomed, and its disk copy is gone: the last unpin forgets it.
-  uint32_t pins = 0;
-  std::list<TableEntry*>::iterator lru;  // In the table's list while in DRAM.
 };
 }  // namespace internal
 
@@ -61,7 +66,9 @@ class ObjectPin {
   const ObjectId& id() const { return entry_->object->header.id; }
   // The payload where it is in DRAM, empty when it is not. Never changes once it is there.
   absl::Span<const uint8_t> dram() const;
-  bool on_disk() const;
+  bool on_disk() const { return place().known(); }
+  // Where its disk copy is; it moves when the disk tier makes room.
+  DiskPlace place() const;
   void Release();
 
  private:
@@ -113,6 +120,14 @@ struct TableStats {
   uint64_t claims_count = 0;
 };
 
+// An object that could leave the node.
+struct ColdObject {
+  ObjectId id;
+  DiskPlace place;  // Unknown: only in DRAM.
+  bool in_dram = false;
+  uint64_t payload_bytes = 0;
+};
+
 // What this node holds, and where. The only authority: metrics, inventory and the control plane's
 // index follow it. An object leaves DRAM only when it is on disk and nobody pins it. Thread-safe;
 // `dram` outlives it. Lock order: the table's, the DRAM tier's, the pool's.
@@ -128,8 +143,13 @@ class BlockTable {
   absl::StatusOr<WriteClaim> Claim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
   // The claimed object is held from now on, its payload in `extent`.
   void Commit(WriteClaim claim, ObjectRef object, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
-  // The object is on disk, as found there at start. False when it was known.
-  bool AdoptFromDisk(ObjectRef object) ABSL_LOCKS_EXCLUDED(mu_);
+  struct Adopted {
+    ObjectRef object;
+    DiskPlace place;
+  };
+  // These objects are on disk, as found there at start: those spilled first count as used first.
+  // Those that the table knows are left out. Returns how many were not.
+  size_t AdoptFromDisk(std::vector<Adopted> adopted) ABSL_LOCKS_EXCLUDED(mu_);
 
   // kNotFound when it is not held. Counts as a use.
   absl::StatusOr<ObjectPin> Pin(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
@@ -144,11 +164,25 @@ class BlockTable {
   };
   // Pins the least recently used objects in DRAM that nobody pins. Not a use.
   std::vector<ObjectPin> PinColdest(const ColdestQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
-  // A durable copy is on disk.
-  void MarkOnDisk(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
+  // A durable copy is on disk, at a place that may be new. REQUIRES: place.known().
+  void MarkOnDisk(const ObjectPin& pin, const DiskPlace& place) ABSL_LOCKS_EXCLUDED(mu_);
   // Gives the pin back and, if the object is on disk and no other pin is left, its DRAM copy.
   // Returns the payload bytes that left DRAM.
   uint64_t UnpinAndEvict(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
+
+  struct ColdQuery {
+    uint64_t bytes = 0;      // Until this much is found.
+    bool with_dram = false;  // Then also what DRAM holds, after what only the disk does.
+  };
+  // The least recently used objects that nobody pins: what may leave the node. Never a block before
+  // its children here: children come first, and one whose child is not among them is left out.
+  // O(what is looked at), under the table's lock.
+  std::vector<ColdObject> Cold(const ColdQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
+  // Dooms those of `cold` of which that still holds, in order, and pins them. As after Doom, the
+  // caller removes the disk copies, then calls Forget.
+  std::vector<ObjectPin> DoomCold(absl::Span<const ColdObject> cold) ABSL_LOCKS_EXCLUDED(mu_);
+  // Pins every object of a group that is not doomed. Not a use.
+  std::vector<ObjectPin> PinGroup(uint32_t group) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The object is damaged: from now on it is not found. False when it was doomed before. The caller
   // removes the disk copy, then calls Forget: it goes when the last pin does.
@@ -164,14 +198,27 @@ class BlockTable {
   friend class WriteClaim;
   using Entry = internal::TableEntry;
 
+  using DramList = HookedList<Entry, internal::InDram>;
+  using DiskList = HookedList<Entry, internal::OnDisk>;
+  using GroupList = HookedList<Entry, internal::InGroup>;
+
   absl::Span<const uint8_t> Dram(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
-  bool OnDisk(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
+  DiskPlace Place(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(Entry* entry) ABSL_LOCKS_EXCLUDED(mu_);
   void Unclaim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
 
   void UnpinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  ObjectPin PinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DoomLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void SetDram(Entry* entry, Extent extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DropDram(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void SetPlace(Entry* entry, const DiskPlace& place) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LeaveGroup(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DropPlace(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  static bool MayLeave(const Entry& entry, bool in_dram) {
+    return entry.pins == 0 && !entry.doomed && (in_dram || entry.dram.empty());
+  }
+  uint32_t ChildrenCount(const BlockKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   TableStats::PerCodec& CodecStats(const Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Adds or takes away what the object counts as.
   void Count(const Entry& entry, bool add) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -181,7 +228,13 @@ class BlockTable {
   mutable Mutex mu_;
   absl::flat_hash_map<ObjectId, std::unique_ptr<Entry>> entries_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_set<ObjectId> claims_ ABSL_GUARDED_BY(mu_);
-  std::list<Entry*> lru_ ABSL_GUARDED_BY(mu_);  // In DRAM, the coldest first.
+  uint64_t uses_count_ ABSL_GUARDED_BY(mu_) = 0;
+  // In DRAM; on disk: the coldest first.
+  DramList in_dram_ ABSL_GUARDED_BY(mu_);
+  DiskList on_disk_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<uint32_t, std::unique_ptr<GroupList>> groups_ ABSL_GUARDED_BY(mu_);
+  // By the parent's key, of which the first 8 bytes do: a collision only makes a block stay longer.
+  absl::flat_hash_map<uint64_t, uint32_t> children_ ABSL_GUARDED_BY(mu_);
   TableStats stats_ ABSL_GUARDED_BY(mu_);
 };
 

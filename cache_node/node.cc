@@ -71,7 +71,8 @@ StorageOptions Node::MakeStorageOptions() const {
       .arena_bytes = options_.dram_bytes, .prefault = options_.prefault, .progress = {}};
   options.disk = {.data_dir = options_.data_dir,
                   .disk_bytes = options_.disk_bytes,
-                  .node_id = options_.node_id};
+                  .node_id = options_.node_id,
+                  .free_floor_bytes = options_.disk_free_floor_bytes};
   options.spill = options_.spill;
   return options;
 }
@@ -88,8 +89,10 @@ MembershipOptions Node::MakeMembershipOptions() const {
 absl::Status Node::StartParts() {
   // Objects are removed only by transfers, and those come after the registration.
   const auto on_removed = [this](const ObjectId& id, const absl::Status& why) {
-    log_(absl::StrCat("quarantined ", CodecName(id.codec), " object ", id.key.Short(), ": ",
-                      why.message()));
+    // Evictions are many, and the metrics count them.
+    if (absl::IsDataLoss(why))
+      log_(absl::StrCat("quarantined ", CodecName(id.codec), " object ", id.key.Short(), ": ",
+                        why.message()));
     membership_->Removed(id);
   };
   OKV_ASSIGN_OR_RETURN(storage_, Storage::Open(MakeStorageOptions(), {.metrics = &metrics_,

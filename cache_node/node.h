@@ -29,6 +29,7 @@ struct NodeOptions {
   std::string node_id;  // Empty: the one that data_dir remembers.
   uint64_t dram_bytes = 0;
   uint64_t disk_bytes = 0;
+  uint64_t disk_free_floor_bytes = 0;  // Left free on data_dir's file system.
   bool prefault = true;
   std::chrono::milliseconds control_timeout{30'000};  // At start; afterwards it tries for ever.
   std::chrono::milliseconds spill_timeout{20'000};    // At stop.

@@ -1,5 +1,6 @@
 #include "cache_node/node_metrics.h"
 
+#include <map>
 #include <utility>
 
 #include "prometheus/text_serializer.h"
@@ -50,6 +51,18 @@ const char* MissReason(NodeMetrics::Miss reason) {
   return reason == NodeMetrics::Miss::kNotHeld ? "not_held" : "other_tenant";
 }
 
+const char* EvictionReason(NodeMetrics::Eviction reason) {
+  switch (reason) {
+    case NodeMetrics::Eviction::kDiskLimit:
+      return "disk_limit";
+    case NodeMetrics::Eviction::kFreeFloor:
+      return "free_floor";
+    case NodeMetrics::Eviction::kTenantBudget:
+      return "tenant_budget";
+  }
+  return "";
+}
+
 }  // namespace
 
 NodeMetrics::NodeMetrics()
@@ -65,6 +78,12 @@ NodeMetrics::NodeMetrics()
       abandoned_(&Counters(&registry_, "okv_node_blocks_abandoned_total",
                            "Blocks given up because shares of them never came")
                       ->Add({})),
+      evicted_objects_(Counters(&registry_, "okv_node_evicted_objects_total",
+                                "Objects that left the node to make room on disk, by reason")),
+      evicted_bytes_(Counters(&registry_, "okv_node_evicted_bytes_total",
+                              "Payload bytes of the objects that left the node, by reason")),
+      spill_failures_(Counters(&registry_, "okv_node_spill_failures_total",
+                               "Groups that the disk did not take, by the answer's code")),
       spilled_bytes_(&Counters(&registry_, "okv_node_spilled_bytes_total",
                                "Payload bytes copied from DRAM to disk")
                           ->Add({})),
@@ -80,6 +99,11 @@ NodeMetrics::NodeMetrics()
   for (const char* tier : {"dram", "disk"}) {
     hits_->Add({{"tier", tier}});
     corrupt_->Add({{"tier", tier}});
+  }
+  for (const Eviction reason :
+       {Eviction::kDiskLimit, Eviction::kFreeFloor, Eviction::kTenantBudget}) {
+    evicted_objects_->Add({{"reason", EvictionReason(reason)}});
+    evicted_bytes_->Add({{"reason", EvictionReason(reason)}});
   }
   for (const Miss reason : {Miss::kNotHeld, Miss::kOtherTenant}) {
     misses_->Add({{"reason", MissReason(reason)}});
@@ -118,6 +142,16 @@ void NodeMetrics::Promoted(uint64_t payload_bytes) {
   promoted_bytes_->Increment(static_cast<double>(payload_bytes));
 }
 
+void NodeMetrics::SpillFailed(absl::StatusCode code) {
+  spill_failures_->Add({{"code", absl::StatusCodeToString(code)}}).Increment();
+}
+
+void NodeMetrics::Evicted(Eviction reason, uint64_t objects_count, uint64_t payload_bytes) {
+  const std::map<std::string, std::string> labels = {{"reason", EvictionReason(reason)}};
+  evicted_objects_->Add(labels).Increment(static_cast<double>(objects_count));
+  evicted_bytes_->Add(labels).Increment(static_cast<double>(payload_bytes));
+}
+
 void NodeMetrics::Corrupt(absl::string_view tier) {
   corrupt_->Add({{"tier", std::string(tier)}}).Increment();
 }
@@ -131,6 +165,11 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
   MetricFamily objects = Gauge("okv_node_objects", "Objects with a copy in a tier");
   MetricFamily used = Gauge("okv_node_tier_used_bytes", "Bytes of a tier's capacity in use");
   MetricFamily capacity = Gauge("okv_node_tier_capacity_bytes", "A tier's capacity");
+  MetricFamily occupied = Gauge("okv_node_tier_occupied_bytes",
+                                "What a tier takes from its medium, unreclaimed space included");
+  MetricFamily free = Gauge("okv_node_disk_free_bytes", "What the disk's file system has left");
+  MetricFamily floor =
+      Gauge("okv_node_disk_free_floor_bytes", "Free bytes below which nothing is spilled");
   MetricFamily sessions = Gauge("okv_node_sessions", "Data-plane connections that are open");
   MetricFamily pins = Gauge("okv_node_pins", "Holds on objects by transfers and spills");
   MetricFamily claims = Gauge("okv_node_claims", "Objects that are being written");
@@ -149,11 +188,15 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
     const TierStats tier_stats = tier->stats();
     Set(&used, tier_stats.used_bytes, {{"tier", std::string(tier->name())}});
     Set(&capacity, tier_stats.capacity_bytes, {{"tier", std::string(tier->name())}});
+    Set(&occupied, tier_stats.occupied_bytes, {{"tier", std::string(tier->name())}});
+    if (tier->name() != "disk") continue;
+    Set(&free, tier_stats.free_bytes, {});
+    Set(&floor, tier_stats.floor_bytes, {});
   }
   Set(&sessions, sources_.sessions_count ? sources_.sessions_count() : 0, {});
   Set(&pins, stats.pins_count, {});
   Set(&claims, stats.claims_count, {});
-  return {stored, logical, objects, used, capacity, sessions, pins, claims};
+  return {stored, logical, objects, used, capacity, occupied, free, floor, sessions, pins, claims};
 }
 
 std::string NodeMetrics::Text() const {

@@ -46,6 +46,11 @@ class NodeMetrics {
   void BlockAbandoned();
   void Spilled(uint64_t payload_bytes);
   void Promoted(uint64_t payload_bytes);
+  // The disk could not take a group.
+  void SpillFailed(absl::StatusCode code);
+  enum class Eviction { kDiskLimit, kFreeFloor, kTenantBudget };
+  // Objects that left the node.
+  void Evicted(Eviction reason, uint64_t objects_count, uint64_t payload_bytes);
   void Corrupt(absl::string_view tier);
   void Verified(double seconds);
 
@@ -63,6 +68,9 @@ class NodeMetrics {
   prometheus::Family<prometheus::Counter>* const puts_;
   prometheus::Family<prometheus::Counter>* const corrupt_;
   prometheus::Counter* const abandoned_;
+  prometheus::Family<prometheus::Counter>* const evicted_objects_;
+  prometheus::Family<prometheus::Counter>* const evicted_bytes_;
+  prometheus::Family<prometheus::Counter>* const spill_failures_;
   prometheus::Counter* const spilled_bytes_;
   prometheus::Counter* const promoted_bytes_;
   prometheus::Histogram* const fetch_seconds_;

@@ -112,10 +112,10 @@ class DataPlane final : public Transport::AcceptHandler {
     BlockRange range;
     int64_t received_nanos;
     int64_t deadline_nanos;
-    ObjectPin pin;                   // From its turn on.
-    std::unique_ptr<uint8_t[]> own;  // The payload, when DRAM has no room for it.
-    StagingPool::Buffer staged;      // The range, when the payload has it in several pieces.
-    absl::Status loaded;             // How the disk read ended.
+    ObjectPin pin;               // From its turn on.
+    AlignedBuffer own;           // The payload, when DRAM has no room for it.
+    StagingPool::Buffer staged;  // The range, when the payload has it in several pieces.
+    absl::Status loaded;         // How the disk read ended.
     absl::string_view tier = "dram";
     bool sending = false;
   };

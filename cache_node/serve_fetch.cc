@@ -124,7 +124,7 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
   if (delivery->pin.dram().empty()) {
     delivery->tier = "disk";
     disk_.Add([this, delivery, loaded] {
-      absl::StatusOr<std::unique_ptr<uint8_t[]>> own = parts_.spiller->Load(&delivery->pin);
+      absl::StatusOr<AlignedBuffer> own = parts_.spiller->Load(&delivery->pin);
       delivery->loaded = own.status();
       if (own.ok()) {
         delivery->own = *std::move(own);

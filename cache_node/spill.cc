@@ -14,6 +14,8 @@ namespace {
 
 // How long the thread rests when it can free nothing: pins go with the transfers that hold them.
 constexpr std::chrono::milliseconds kRest(10);
+// How often it looks whether others filled the disk.
+constexpr std::chrono::milliseconds kFloorWatch(1000);
 constexpr size_t kEvictObjects = 64;
 
 double Seconds(int64_t nanos) { return static_cast<double>(nanos) * 1e-9; }
@@ -32,7 +34,19 @@ absl::Status SpillerOptions::Validate() const {
 }
 
 Spiller::Spiller(const SpillerOptions& options, const Parts& parts)
-    : options_(options), parts_(parts) {}
+    : options_(options),
+      parts_(parts),
+      evictor_(
+          {.disk = parts.disk,
+           .table = parts.table,
+           .metrics = parts.metrics,
+           .verify = [this](const HeldObject& object,
+                            absl::Span<const uint8_t> payload) { return Verify(object, payload); },
+           .quarantine =
+               [this](ObjectPin pin, const absl::Status& why) {
+                 Quarantine(std::move(pin), *parts_.disk, why);
+               },
+           .on_removed = parts.on_removed}) {}
 
 Spiller::~Spiller() { Stop(); }
 
@@ -57,7 +71,8 @@ bool Spiller::AboveWatermark(double watermark) const {
 }
 
 uint64_t Spiller::GroupBytes() const {
-  return std::min(options_.group_bytes_max, parts_.dram->stats().capacity_bytes / 16);
+  return std::min({options_.group_bytes_max, parts_.dram->stats().capacity_bytes / 16,
+                   parts_.disk->stats().capacity_bytes / 16});
 }
 
 void Spiller::Allocate(size_t bytes, AllocateDone done) {
@@ -115,18 +130,24 @@ uint64_t Spiller::EvictClean(uint64_t bytes) {
 void Spiller::Run() {
   bool rest = false;
   while (true) {
+    bool idle = false;
     {
       MutexLock lock(&mu_);
-      while (!stopping_ && (rest || (!work_ && waiters_.empty()))) {
+      while (!stopping_ && !idle && (rest || (!work_ && waiters_.empty()))) {
         if (rest) {
           wake_.WaitFor(&mu_, kRest);
           rest = false;
         } else {
-          wake_.Wait(&mu_);
+          wake_.WaitFor(&mu_, kFloorWatch);
+          idle = !work_ && waiters_.empty();
         }
       }
       if (stopping_) return;
       work_ = false;
+    }
+    if (idle) {
+      WatchFloor();
+      continue;
     }
     ServeWaiters();
     while (waiters_count() > 0 || AboveWatermark(options_.low_watermark)) {
@@ -199,54 +220,60 @@ absl::StatusOr<uint64_t> Spiller::SpillGroup() {
 }
 
 absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
-  const TierStats disk = parts_.disk->stats();
-  uint64_t room = disk.capacity_bytes - std::min(disk.capacity_bytes, disk.used_bytes);
   std::vector<TierWrite> group;
-  std::vector<ObjectPin> kept;
-  std::vector<const ObjectPin*> written;
-  uint64_t bytes = 0;
-  kept.reserve(pins->size());
+  std::vector<ObjectPin> clean;
+  std::vector<ObjectPin> dirty;
+  uint64_t cost_bytes = 0;
+  uint64_t payload_bytes = 0;
   for (ObjectPin& pin : *pins) {
-    if (!pin.on_disk() && !unflushed_.contains(pin.id())) {
-      const uint64_t cost = parts_.disk->CostBytes(pin.object());
-      if (cost > room) {
-        *disk_full = true;
-        continue;
-      }
-      if (const absl::Status status = Verify(pin.object(), pin.dram()); !status.ok()) {
-        Quarantine(std::move(pin), *parts_.dram, status);
-        continue;
-      }
-      room -= cost;
-      group.push_back({.object = pin.object_ref(), .payload = pin.dram()});
+    if (pin.on_disk()) {
+      clean.push_back(std::move(pin));
+      continue;
     }
-    kept.push_back(std::move(pin));
-  }
-  *pins = std::move(kept);
-  if (!group.empty()) {
-    absl::Status put = parts_.disk->Put(group);
-    if (absl::IsAlreadyExists(put)) {
-      // A quarantine whose removal failed left a row that the table does not know.
-      for (const TierWrite& write : group) {
-        OKV_RETURN_IF_ERROR(parts_.disk->Remove(write.object->header.id));
-      }
-      put = parts_.disk->Put(group);
+    if (const absl::Status status = Verify(pin.object(), pin.dram()); !status.ok()) {
+      Quarantine(std::move(pin), *parts_.dram, status);
+      continue;
     }
-    OKV_RETURN_IF_ERROR(put);
-    for (const TierWrite& write : group) unflushed_.insert(write.object->header.id);
+    group.push_back({.object = pin.object_ref(), .payload = pin.dram()});
+    cost_bytes += parts_.disk->CostBytes(pin.object());
+    payload_bytes += pin.object().header.payload_bytes;
+    dirty.push_back(std::move(pin));
   }
-  for (const ObjectPin& pin : *pins) {
-    if (unflushed_.contains(pin.id())) written.push_back(&pin);
+  *pins = std::move(clean);
+  if (group.empty()) return absl::OkStatus();
+  std::vector<DiskPlace> places;
+  absl::Status status = evictor_.MakeRoom(cost_bytes, GroupBytes());
+  if (status.ok()) {
+    absl::StatusOr<std::vector<DiskPlace>> stored = parts_.disk->Store(group);
+    status = stored.status();
+    if (stored.ok()) places = *std::move(stored);
   }
-  if (written.empty()) return absl::OkStatus();
-  OKV_RETURN_IF_ERROR(parts_.disk->Flush());
-  for (const ObjectPin* pin : written) {
-    parts_.table->MarkOnDisk(*pin);
-    unflushed_.erase(pin->id());
-    bytes += pin->object().header.payload_bytes;
+  NoteDisk(status);
+  *disk_full = absl::IsResourceExhausted(status);
+  if (*disk_full) return absl::OkStatus();
+  OKV_RETURN_IF_ERROR(status);
+  for (size_t i = 0; i < dirty.size(); ++i) {
+    parts_.table->MarkOnDisk(dirty[i], places[i]);
+    pins->push_back(std::move(dirty[i]));
   }
-  parts_.metrics->Spilled(bytes);
+  parts_.metrics->Spilled(payload_bytes);
   return absl::OkStatus();
+}
+
+void Spiller::NoteDisk(const absl::Status& status) {
+  if (!status.ok()) parts_.metrics->SpillFailed(status.code());
+  if (status.code() == disk_status_.code()) return;
+  if (status.ok()) {
+    parts_.log("the disk tier takes objects again");
+  } else {
+    parts_.log(absl::StrCat("the disk tier takes nothing, trying on: ", status.ToString()));
+  }
+  disk_status_ = status;
+}
+
+void Spiller::WatchFloor() {
+  if (parts_.disk->ShortBytes(0) == 0) return;
+  NoteDisk(evictor_.MakeRoom(0, 0));
 }
 
 size_t Spiller::SpillAll(int64_t deadline_nanos) {
@@ -266,19 +293,17 @@ size_t Spiller::SpillAll(int64_t deadline_nanos) {
   return stats.objects_count - on_disk;
 }
 
-absl::StatusOr<std::unique_ptr<uint8_t[]>> Spiller::Load(ObjectPin* pin) {
+absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
   if (!pin->dram().empty()) return nullptr;  // Another load was faster.
   const HeldObject& object = pin->object();
   const size_t bytes = object.header.payload_bytes;
   absl::StatusOr<Extent> extent = AllocateNow(bytes);
-  std::unique_ptr<uint8_t[]> own;
-  if (!extent.ok()) own = std::make_unique<uint8_t[]>(bytes);
+  AlignedBuffer own;
+  if (!extent.ok()) own = AllocateAligned(bytes);
   const absl::Span<uint8_t> buffer =
       extent.ok() ? extent->span() : absl::MakeSpan(own.get(), bytes);
-  absl::Status status = parts_.disk->Read(pin->id(), buffer);
+  absl::Status status = ReadFromDisk(*pin, buffer);
   if (status.ok()) status = Verify(object, buffer);
-  if (absl::IsNotFound(status))
-    status = absl::DataLossError(status.message());  // The table knew it.
   if (!status.ok()) {
     if (absl::IsDataLoss(status)) Quarantine(std::move(*pin), *parts_.disk, status);
     return status;
@@ -292,6 +317,16 @@ absl::StatusOr<std::unique_ptr<uint8_t[]>> Spiller::Load(ObjectPin* pin) {
     wake_.Signal();
   }
   return nullptr;
+}
+
+absl::Status Spiller::ReadFromDisk(const ObjectPin& pin, absl::Span<uint8_t> buffer) {
+  while (true) {
+    const DiskPlace place = pin.place();
+    const absl::Status status = parts_.disk->ReadAt(place, buffer);
+    if (!absl::IsNotFound(status)) return status;
+    // It moved while we looked, or the table knows what the disk does not.
+    if (pin.place() == place) return absl::DataLossError(status.message());
+  }
 }
 
 absl::Status Spiller::Verify(const HeldObject& object, absl::Span<const uint8_t> payload) {

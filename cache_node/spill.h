@@ -9,13 +9,14 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "cache_node/block_table.h"
+#include "cache_node/evict.h"
 #include "cache_node/node_metrics.h"
+#include "cache_node/tiers/aligned_buffer.h"
 #include "cache_node/tiers/dram_tier.h"
-#include "cache_node/tiers/tier.h"
+#include "cache_node/tiers/rocksdb_tier.h"
 #include "proto/clock.h"
 #include "proto/mutex.h"
 
@@ -26,8 +27,8 @@ struct SpillerOptions {
   double high_watermark = 0.90;
   double low_watermark = 0.80;
   // One group is one flush: large enough that the disk's sync (about 5 ms) costs little, small
-  // enough that whoever waits for room gets it soon. At most a sixteenth of the arena, but one
-  // object.
+  // enough that whoever waits for room gets it soon. At most a sixteenth of the arena and of the
+  // disk's limit, but one object.
   uint64_t group_bytes_max = uint64_t{32} << 20;
   size_t group_objects_max = 1024;
   size_t waiters_max = 4096;
@@ -37,19 +38,23 @@ struct SpillerOptions {
   absl::Status Validate() const;
 };
 
-// Moves objects between the tiers. Its thread spills the coldest unpinned objects when DRAM fills;
-// a load from disk promotes; both verify every checksum on the way, and quarantine what fails.
+// Moves objects between the tiers. Its thread spills the coldest unpinned objects when DRAM fills,
+// and evicts from disk what must make room for them; a load from disk promotes; all of them verify
+// every checksum on the way, and quarantine what fails. A disk that fails or is full is tried again
+// with every group, and the log says when that begins and ends: until then DRAM goes on.
 // Thread-safe.
 class Spiller {
  public:
   struct Parts {
     DramTier* dram;
-    Tier* disk;
+    RocksdbTier* disk;
     BlockTable* table;
     NodeMetrics* metrics;
     const Clock* clock;
-    // A quarantined object is gone: for the control plane. Any thread.
+    // An object is gone: quarantined (kDataLoss) or evicted (kResourceExhausted). For the control
+    // plane. Any thread.
     std::function<void(const ObjectId& id, const absl::Status& why)> on_removed;
+    std::function<void(const std::string& line)> log;
   };
   // REQUIRES: options.Validate() is OK. The parts outlive it.
   Spiller(const SpillerOptions& options, const Parts& parts);
@@ -69,7 +74,7 @@ class Spiller {
   // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says;
   // else the payload itself, because DRAM had no room. kDataLoss when the disk's copy is damaged:
   // it is quarantined and the pin gone. Other errors are the disk's. Blocks on the disk.
-  absl::StatusOr<std::unique_ptr<uint8_t[]>> Load(ObjectPin* pin);
+  absl::StatusOr<AlignedBuffer> Load(ObjectPin* pin);
 
   // Copies down what only DRAM holds, until the clock says deadline_nanos. Returns how many objects
   // were left. REQUIRES: stopped.
@@ -91,12 +96,16 @@ class Spiller {
   // Copies one group down and frees its DRAM copies. Returns the bytes freed: 0 when everything is
   // pinned; kResourceExhausted when the disk is full.
   absl::StatusOr<uint64_t> SpillGroup();
-  // Writes and flushes those of `pins` that the disk lacks and has room for; the others, and what
-  // is damaged, leave `pins`. Sets *disk_full when something did not fit.
+  // Stores those of `pins` that the disk lacks. What is damaged leaves `pins`, and so do all of
+  // these when the disk has no room for them: then *disk_full is set.
   absl::Status CopyDown(std::vector<ObjectPin>* pins, bool* disk_full);
   // Frees DRAM copies that the disk has too, without any write. Returns the bytes freed.
   uint64_t EvictClean(uint64_t bytes);
   absl::StatusOr<Extent> AllocateNow(size_t bytes);
+  absl::Status ReadFromDisk(const ObjectPin& pin, absl::Span<uint8_t> buffer);
+  // Evicts what limit and floor ask for while nothing is spilled: others fill the disk too.
+  void WatchFloor();
+  void NoteDisk(const absl::Status& status);
   absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload);
   void Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why);
 
@@ -104,9 +113,9 @@ class Spiller {
   const Parts parts_;
   std::thread thread_;
 
-  // Owned by the spill thread, and by SpillAll after it. Written, but the flush failed: not written
-  // a second time.
-  absl::flat_hash_set<ObjectId> unflushed_;
+  // Owned by the spill thread, and by SpillAll after it.
+  Evictor evictor_;
+  absl::Status disk_status_;  // Of the last group: the log tells of changes only.
 
   mutable Mutex mu_;
   CondVar wake_;

@@ -36,7 +36,8 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
                                                               .table = storage->table_.get(),
                                                               .metrics = parts.metrics,
                                                               .clock = parts.clock,
-                                                              .on_removed = parts.on_removed});
+                                                              .on_removed = parts.on_removed,
+                                                              .log = parts.log});
   storage->spiller_->Start();
   return storage;
 }
@@ -46,38 +47,39 @@ Storage::~Storage() = default;
 absl::Status Storage::AdoptDisk() {
   OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
   for (const Format& format : formats) formats_->AddStored(format);
-  uint64_t objects_count = 0;
-  uint64_t unreadable_count = 0;
+  std::vector<BlockTable::Adopted> adopted;
+  adopted.reserve(disk_->stats().objects_count);
+  std::vector<ObjectId> unreadable;
   OKV_RETURN_IF_ERROR(disk_->List(
       {.object =
            [&](TierRecord record) {
-             const Format* format = formats_->Find(record.header.format_id);
+             const ObjectHeader& header = record.header;
+             const Format* format = formats_->Find(header.format_id);
              const PageLayout layout = format != nullptr ? PageLayout::Of(*format) : PageLayout{};
-             if (format == nullptr ||
-                 record.header.payload_bytes != layout.block_bytes(record.header.id.codec) ||
-                 record.header.checksums.size() != layout.runs_count()) {
-               ++unreadable_count;
+             if (format == nullptr || header.payload_bytes != layout.block_bytes(header.id.codec) ||
+                 header.checksums.size() != layout.runs_count()) {
+               unreadable.push_back(header.id);
                return;
              }
-             table_->AdoptFromDisk(
-                 std::make_shared<const HeldObject>(HeldObject{.header = std::move(record.header),
-                                                               .tenant = std::move(record.tenant),
-                                                               .layout = layout}));
-             ++objects_count;
+             adopted.push_back({.object = std::make_shared<const HeldObject>(
+                                    HeldObject{.header = std::move(record.header),
+                                               .tenant = std::move(record.tenant),
+                                               .layout = layout}),
+                                .place = record.place});
            },
        .corrupt =
            [&](const absl::Status& why) {
              parts_.metrics->Corrupt(disk_->name());
              parts_.log(absl::StrCat("dropped a row of the disk's index: ", why.message()));
            }}));
+  const size_t objects_count = table_->AdoptFromDisk(std::move(adopted));
   parts_.log(absl::StrCat("adopted ", objects_count, " objects of ", formats.size(),
                           " formats from disk"));
-  if (unreadable_count > 0) {
-    parts_.log(absl::StrCat(unreadable_count,
-                            " objects on disk do not fit any format known here, "
-                            "and are left alone"));
-  }
-  return absl::OkStatus();
+  if (unreadable.empty()) return absl::OkStatus();
+  // A format is durable before its objects: without it they are of no use to anybody.
+  parts_.log(absl::StrCat("dropped ", unreadable.size(),
+                          " objects on disk that fit no format known here"));
+  return disk_->RemoveAll(unreadable);
 }
 
 void Storage::SpillRest(int64_t timeout_nanos) {

@@ -31,6 +31,8 @@ ABSL_FLAG(std::string, metrics, "127.0.0.1:0", "host:port for /metrics; port 0: 
 ABSL_FLAG(std::string, data_dir, "", "directory of the disk tier; belongs to one node");
 ABSL_FLAG(uint64_t, dram_bytes, uint64_t{1} << 30, "size of the DRAM arena");
 ABSL_FLAG(uint64_t, disk_bytes, uint64_t{16} << 30, "limit of the disk tier");
+ABSL_FLAG(uint64_t, disk_free_floor_bytes, 0,
+          "free bytes on data_dir's file system below which nothing is spilled");
 ABSL_FLAG(std::string, node_id, "", "this node's name; default: the one data_dir remembers");
 ABSL_FLAG(std::string, ucx_tls, okv::UcxTransportOptions().tls,
           "transports, as UCX_TLS takes them");
@@ -59,6 +61,7 @@ NodeOptions OptionsFromFlags() {
   options.listen_address = absl::GetFlag(FLAGS_listen);
   options.metrics_address = absl::GetFlag(FLAGS_metrics);
   options.data_dir = absl::GetFlag(FLAGS_data_dir);
+  options.disk_free_floor_bytes = absl::GetFlag(FLAGS_disk_free_floor_bytes);
   options.node_id = absl::GetFlag(FLAGS_node_id);
   options.dram_bytes = absl::GetFlag(FLAGS_dram_bytes);
   options.disk_bytes = absl::GetFlag(FLAGS_disk_bytes);

@@ -64,7 +64,7 @@ absl::Status DramTier::List(const Listing& listing) {
     for (const auto& [id, held] : objects_) objects.push_back(held.object);
   }
   for (const ObjectRef& object : objects) {
-    listing.object({.header = object->header, .tenant = object->tenant});
+    listing.object({.header = object->header, .tenant = object->tenant, .place = {}});
   }
   return absl::OkStatus();
 }
@@ -74,7 +74,10 @@ TierStats DramTier::stats() const {
   MutexLock lock(&mu_);
   return {.capacity_bytes = pool_->capacity_bytes(),
           .used_bytes = used_bytes,
-          .objects_count = objects_.size()};
+          .occupied_bytes = used_bytes,
+          .objects_count = objects_.size(),
+          .free_bytes = 0,
+          .floor_bytes = 0};
 }
 
 absl::Span<const uint8_t> DramTier::Adopt(ObjectRef object, Extent extent) {

@@ -2,12 +2,15 @@
 #define OKV_CACHE_NODE_TIERS_ROCKSDB_TIER_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "cache_node/tiers/group_files.h"
 #include "cache_node/tiers/tier.h"
 #include "proto/format.h"
 #include "proto/mutex.h"
@@ -21,23 +24,31 @@ namespace okv {
 
 struct RocksdbTierOptions {
   std::string data_dir;     // Created when missing; belongs to one node.
-  uint64_t disk_bytes = 0;  // Limit on CostBytes of what is stored.
-  // The id the directory must have, or gets when it is new. Empty: the directory's, or a random
-  // one.
-  std::string node_id;
+  uint64_t disk_bytes = 0;  // Limit on what the directory occupies.
+  std::string node_id;      // The id the directory must have, or gets when it is new. Empty: the
+                            // directory's, or a random one.
+  uint64_t free_floor_bytes = 0;  // Left to others on the file system: nothing is written below it.
 
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
 };
 
-// Payloads in RocksDB. Column families:
-//   index    (key, codec) -> tenant, encoded ObjectHeader   a restart reads only this
-//   payload  (key, codec) -> payload                        in blob files: written once, never
-//   merged formats  format id -> Format::Canonical() default  "node_id" -> the node's id
-// An object's two rows, and the format they need, become durable together: one batch, and an atomic
-// flush over all families. No write-ahead log: with it a payload is written twice (measured: 2.0x
-// the bytes against 1.0x), and what it would save is still in the tier above until Flush returned.
-// Thread-safe.
+// What a group takes, and what of it is still of use.
+struct GroupUse {
+  uint32_t group = 0;
+  uint64_t file_bytes = 0;
+  uint64_t live_bytes = 0;  // In whole pages.
+};
+
+// Payloads in group files (group_files.h), what is known of them in RocksDB. Column families:
+//   index    (key, codec) -> tenant, encoded ObjectHeader, place   a restart reads only this
+//   formats  format id -> Format::Canonical()
+//   default  "node_id" -> the node's id
+// A group's file is durable before its rows are written, and its rows become durable together, with
+// the formats they need, in one atomic flush over all families. No write-ahead log: what it would
+// save is still in the tier above until Flush returned. A file goes when the removal of its last
+// row is durable, so that no row ever names bytes that are not there; a file without rows, which a
+// crash leaves, goes at the next start. Thread-safe: writes one at a time, reads beside them.
 class RocksdbTier final : public Tier {
  public:
   // kFailedPrecondition naming the directory when it cannot be created or written, is open in
@@ -47,44 +58,107 @@ class RocksdbTier final : public Tier {
 
   absl::string_view name() const override { return "disk"; }
   uint64_t CostBytes(const HeldObject& object) const override;
-  absl::Status Put(absl::Span<const TierWrite> group) override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status Flush() override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status Read(const ObjectId& id, absl::Span<uint8_t> buffer) override;
-  absl::Status Remove(const ObjectId& id) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Put(absl::Span<const TierWrite> group) override ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
+  absl::Status Flush() override ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
+  absl::Status Read(const ObjectId& id, absl::Span<uint8_t> buffer) override
+      ABSL_LOCKS_EXCLUDED(write_mu_);
+  absl::Status Remove(const ObjectId& id) override ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
   // Records that kDataLoss makes unreadable are also removed.
-  absl::Status List(const Listing& listing) override;
+  absl::Status List(const Listing& listing) override ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
   TierStats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Put and Flush in one: returns where each payload is, once that is durable. Objects that are
+  // here move: their old places are of no use from then on. kResourceExhausted when it does not
+  // fit, or the disk is full; kUnavailable when the disk fails: the next call tries again.
+  absl::StatusOr<std::vector<DiskPlace>> Store(absl::Span<const TierWrite> group)
+      ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
+  // Read without the index, by the place that Store or List told. kNotFound also when the object
+  // has moved since: ask where it is now.
+  absl::Status ReadAt(const DiskPlace& place, absl::Span<uint8_t> buffer) const {
+    return files_->Read(place, buffer);
+  }
+  // Remove for many; their space is back after the next Flush that leaves a group without objects.
+  absl::Status RemoveAll(absl::Span<const ObjectId> ids) ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
+
+  // What can still be written: up to the limit and down to the floor of free space.
+  uint64_t RoomBytes() const ABSL_LOCKS_EXCLUDED(mu_);
+  // How much must be given back until `bytes` can be written; with 0 bytes: until limit and floor
+  // hold.
+  uint64_t ShortBytes(uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
+  uint64_t FreeBytes() const { return files_->FreeBytes(); }
+  std::vector<GroupUse> Groups() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool direct_io() const { return files_->direct(); }
 
   // Made with the directory, kept for its life.
   const std::string& node_id() const { return node_id_; }
 
   // Remembers a format: durable with the next Flush, so before any object that needs it.
-  absl::Status SaveFormat(const Format& format);
+  absl::Status SaveFormat(const Format& format) ABSL_LOCKS_EXCLUDED(write_mu_);
   // kDataLoss when one cannot be read.
-  absl::StatusOr<std::vector<Format>> LoadFormats();
+  absl::StatusOr<std::vector<Format>> LoadFormats() ABSL_LOCKS_EXCLUDED(write_mu_);
 
  private:
   // A file that is locked for as long as this is there.
   class DirectoryLock;
+  struct Group {
+    uint64_t file_bytes = 0;
+    uint64_t live_bytes = 0;
+    uint64_t live_objects = 0;
+  };
+  // What a row counts as.
+  struct RowUse {
+    DiskPlace place;
+    uint64_t payload_bytes = 0;
+    uint64_t cost_bytes = 0;
+  };
+  static absl::StatusOr<RowUse> ParseUse(absl::string_view row);
 
   RocksdbTier(const RocksdbTierOptions& options, std::unique_ptr<DirectoryLock> lock);
-  absl::Status OpenDatabase();
-  absl::Status AdoptNodeId();
-  absl::Status CountObjects() ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status CheckRoom(absl::Span<const TierWrite> group) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status ResumeWrites() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status OpenDatabase() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  void CloseDatabase() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  absl::Status AdoptNodeId() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  // Counts rows and files; deletes the files that no row names.
+  absl::Status CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // After a failed write: RocksDB takes writes again, or is opened again.
+  absl::Status ResumeWrites() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::vector<DiskPlace>> WriteGroup(absl::Span<const TierWrite> group)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckRoom(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status FlushLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // What the row of `id` counts as; kNotFound.
+  absl::StatusOr<RowUse> FindUse(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  void CountAdded(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountRemoved(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  uint64_t OccupiedLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  uint64_t IndexBytes() const;
 
   // Constant once open.
   const RocksdbTierOptions options_;
   const std::unique_ptr<DirectoryLock> lock_;
-  std::unique_ptr<rocksdb::DB> db_;
-  std::vector<rocksdb::ColumnFamilyHandle*> families_;  // Of db_, which gives them back.
+  std::unique_ptr<GroupFiles> files_;
   std::string node_id_;
 
+  // Held while a group is written: of the calls above only reads by place and stats go beside it.
+  // Before mu_.
+  mutable Mutex write_mu_;
+  std::unique_ptr<rocksdb::DB> db_ ABSL_GUARDED_BY(write_mu_);  // Null: could not be reopened.
+  // Of db_, which gives them back.
+  std::vector<rocksdb::ColumnFamilyHandle*> families_ ABSL_GUARDED_BY(write_mu_);
+  bool write_failed_ ABSL_GUARDED_BY(write_mu_) = false;  // RocksDB may refuse writes.
+  // Saved since the start: a database that is opened again may have lost those not flushed.
+  std::map<FormatId, std::string> saved_formats_ ABSL_GUARDED_BY(write_mu_);
+  uint32_t next_group_ ABSL_GUARDED_BY(write_mu_) = 1;
+  // Without objects once the next flush returned.
+  std::vector<uint32_t> emptied_ ABSL_GUARDED_BY(write_mu_);
+
   mutable Mutex mu_;
+  absl::flat_hash_map<uint32_t, Group> groups_ ABSL_GUARDED_BY(mu_);
+  uint64_t files_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // Of groups_.
+  uint64_t index_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // RocksDB's files.
+  uint64_t rows_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // Not in a file yet.
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t objects_count_ ABSL_GUARDED_BY(mu_) = 0;
-  bool write_failed_ ABSL_GUARDED_BY(mu_) = false;  // RocksDB refuses writes until Resume.
 };
 
 }  // namespace okv

@@ -31,16 +31,29 @@ struct TierWrite {
   absl::Span<const uint8_t> payload;
 };
 
+// Where a payload is on disk: a group is what was spilled together, in one file.
+struct DiskPlace {
+  uint32_t group = 0;  // 0: nowhere.
+  uint32_t page = 0;   // Of 4,096 bytes, in the group's file.
+
+  bool known() const { return group != 0; }
+  bool operator==(const DiskPlace&) const = default;
+};
+
 // What a tier lists: the layout follows from the format.
 struct TierRecord {
   ObjectHeader header;
   std::string tenant;
+  DiskPlace place;  // Of the disk tier only.
 };
 
 struct TierStats {
   uint64_t capacity_bytes = 0;
-  uint64_t used_bytes = 0;
+  uint64_t used_bytes = 0;      // CostBytes of what is held.
+  uint64_t occupied_bytes = 0;  // What the medium is short of: with what is not reclaimed yet.
   uint64_t objects_count = 0;
+  uint64_t free_bytes = 0;   // Of the disk's file system; 0 for other tiers.
+  uint64_t floor_bytes = 0;  // What the disk tier leaves of it to others.
 };
 
 // A place for payloads. One suite of tests runs on every implementation. Thread-safe.

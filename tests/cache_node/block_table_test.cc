@@ -24,6 +24,11 @@ class BlockTableTest : public testing::Test {
     ASSERT_TRUE(claim.ok()) << claim.status();
     table_.Commit(*std::move(claim), object.object, Filled(object));
   }
+  size_t Adopt(const TestObject& object, const DiskPlace& place) {
+    std::vector<BlockTable::Adopted> adopted;
+    adopted.push_back({.object = object.object, .place = place});
+    return table_.AdoptFromDisk(std::move(adopted));
+  }
   std::vector<ObjectId> Coldest(size_t count,
                                 BlockTable::Where where = BlockTable::Where::kAnywhere) {
     std::vector<ObjectId> ids;
@@ -72,7 +77,7 @@ TEST_F(BlockTableTest, APinnedObjectDoesNotLeaveDram) {
   Commit(object);
   ObjectPin reader = *table_.Pin(object.id());
   ObjectPin spill = *table_.Pin(object.id());
-  table_.MarkOnDisk(spill);
+  table_.MarkOnDisk(spill, {.group = 1, .page = 0});
   EXPECT_EQ(table_.UnpinAndEvict(std::move(spill)), 0u);
   EXPECT_EQ(reader.dram(), absl::MakeConstSpan(object.payload));
   EXPECT_TRUE(Coldest(10).empty()) << "a pinned object was offered for spilling";
@@ -102,7 +107,7 @@ TEST_F(BlockTableTest, TheColdestAreTheLeastRecentlyPinned) {
   EXPECT_EQ(Coldest(10), (std::vector<ObjectId>{b.id(), c.id(), a.id()}));
   EXPECT_EQ(Coldest(10), (std::vector<ObjectId>{b.id(), c.id(), a.id()})) << "asking was a use";
   EXPECT_EQ(Coldest(1), (std::vector<ObjectId>{b.id()}));
-  table_.MarkOnDisk(*table_.Pin(c.id()));
+  table_.MarkOnDisk(*table_.Pin(c.id()), {.group = 1, .page = 0});
   EXPECT_EQ(Coldest(10, BlockTable::Where::kOnDiskToo), (std::vector<ObjectId>{c.id()}));
   EXPECT_EQ(Coldest(10, BlockTable::Where::kOnlyInDram), (std::vector<ObjectId>{b.id(), a.id()}));
   EXPECT_EQ(table_.PinColdest({.bytes = 1, .objects_max = 10}).size(), 1u);
@@ -110,8 +115,8 @@ TEST_F(BlockTableTest, TheColdestAreTheLeastRecentlyPinned) {
 
 TEST_F(BlockTableTest, OfTwoPromotionsOneIsKept) {
   const TestObject object = MakeObject({.number = 1});
-  ASSERT_TRUE(table_.AdoptFromDisk(object.object));
-  EXPECT_FALSE(table_.AdoptFromDisk(object.object));
+  ASSERT_EQ(Adopt(object, {.group = 1, .page = 0}), 1u);
+  EXPECT_EQ(Adopt(object, {.group = 2, .page = 0}), 0u);
   const ObjectPin pin = *table_.Pin(object.id());
   EXPECT_TRUE(pin.on_disk());
   EXPECT_TRUE(pin.dram().empty());
@@ -146,9 +151,9 @@ TEST_F(BlockTableTest, StatsCountEachObjectOnceAndEachCopyWhereItIs) {
   const TestObject bf16 = MakeObject({.number = 0, .codec = Codec::kBf16});
   Commit(int2);
   Commit(bf16);
-  table_.MarkOnDisk(*table_.Pin(int2.id()));
-  table_.MarkOnDisk(*table_.Pin(int2.id()));
-  ASSERT_TRUE(table_.AdoptFromDisk(MakeObject({.number = 2}).object));
+  table_.MarkOnDisk(*table_.Pin(int2.id()), {.group = 1, .page = 0});
+  table_.MarkOnDisk(*table_.Pin(int2.id()), {.group = 1, .page = 0});
+  ASSERT_EQ(Adopt(MakeObject({.number = 2}), {.group = 2, .page = 0}), 1u);
   const ObjectPin pin = *table_.Pin(bf16.id());
   const TableStats stats = table_.stats();
   EXPECT_EQ(stats.objects_count, 3u);

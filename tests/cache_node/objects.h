@@ -45,6 +45,7 @@ struct ObjectSpec {
   Codec codec = Codec::kInt2;
   std::string tenant = "tenant";
   uint64_t write_id = 1;
+  uint32_t chain_blocks = 0;  // Blocks 0..chain_blocks-1 are a chain, and so on; 0: all are one.
 };
 
 inline TestObject MakeObject(const ObjectSpec& spec, const Format& format = TestFormat()) {
@@ -56,8 +57,9 @@ inline TestObject MakeObject(const ObjectSpec& spec, const Format& format = Test
   ObjectHeader header;
   header.format_id = format.id();
   header.id = {.key = TestKey(spec.number), .codec = spec.codec};
-  if (spec.number > 0) header.parent = TestKey(spec.number - 1);
-  header.index = BlockIndex(spec.number);
+  const uint32_t index = spec.chain_blocks > 0 ? spec.number % spec.chain_blocks : spec.number;
+  if (index > 0) header.parent = TestKey(spec.number - 1);
+  header.index = BlockIndex(index);
   header.payload_bytes = made.payload.size();
   header.generation = spec.write_id;
   header.checksums = BlockChecksums(header.id, layout, made.payload);
@@ -72,6 +74,7 @@ struct TestStorage {
   const Clock* clock = Clock::System();
   std::function<void(const ObjectId&, const absl::Status&)> on_removed = [](const ObjectId&,
                                                                             const absl::Status&) {};
+  std::function<void(const std::string&)> log = [](const std::string&) {};
   std::unique_ptr<Storage> storage;
 
   absl::Status Open(const StorageOptions& options) {
@@ -80,7 +83,7 @@ struct TestStorage {
         {.metrics = &metrics,
          .clock = clock,
          .on_removed = [this](const ObjectId& id, const absl::Status& why) { on_removed(id, why); },
-         .log = [](const std::string&) {}});
+         .log = [this](const std::string& line) { log(line); }});
     if (!opened.ok()) return opened.status();
     storage = *std::move(opened);
     metrics.SetSources(
@@ -116,7 +119,7 @@ struct TestStorage {
   absl::StatusOr<std::vector<uint8_t>> Read(const ObjectId& id) {
     absl::StatusOr<ObjectPin> pin = storage->table()->Pin(id);
     if (!pin.ok()) return pin.status();
-    absl::StatusOr<std::unique_ptr<uint8_t[]>> own = storage->spiller()->Load(&*pin);
+    absl::StatusOr<AlignedBuffer> own = storage->spiller()->Load(&*pin);
     if (!own.ok()) return own.status();
     const size_t bytes = pin->object().header.payload_bytes;
     const uint8_t* payload = *own != nullptr ? own->get() : pin->dram().data();
@@ -134,7 +137,8 @@ struct TestStorage {
 inline StorageOptions TestStorageOptions(const std::string& data_dir) {
   StorageOptions options;
   options.pool = {.arena_bytes = uint64_t{1} << 20, .prefault = true, .progress = {}};
-  options.disk = {.data_dir = data_dir, .disk_bytes = uint64_t{64} << 20, .node_id = ""};
+  options.disk = {
+      .data_dir = data_dir, .disk_bytes = uint64_t{64} << 20, .node_id = "", .free_floor_bytes = 0};
   return options;
 }
 

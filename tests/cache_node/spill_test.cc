@@ -95,26 +95,6 @@ TEST(SpillTest, ReadersAndWritersTogetherSeeEveryCommittedObject) {
   node.Close();
 }
 
-TEST(SpillTest, FullDramAndFullDiskAreResourceExhausted) {
-  const TempDir directory;
-  TestStorage node;
-  StorageOptions options = TestStorageOptions(directory.path());
-  options.disk.disk_bytes = 9 * kBf16Bytes;  // Eight objects and their index rows.
-  ASSERT_TRUE(node.Open(options).ok());
-  uint32_t count = 0;
-  absl::Status status;
-  while ((status = node.Write(Bf16(count))).ok()) ASSERT_LT(++count, 40u) << "no limit";
-  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
-  EXPECT_GE(count, 20u);
-  EXPECT_LE(node.storage->disk()->stats().used_bytes, options.disk.disk_bytes);
-  for (uint32_t number = 0; number < count; ++number) {
-    ASSERT_EQ(*node.Read(Bf16(number).id()), Bf16(number).payload) << number;
-  }
-  EXPECT_TRUE(absl::IsNotFound(node.Read(Bf16(count).id()).status()));
-  EXPECT_EQ(node.storage->table()->stats().claims_count, 0u);
-  node.Close();
-}
-
 TEST(SpillTest, WhoWaitsForPinnedMemoryGivesUpAfterAWhile) {
   const TempDir directory;
   FakeClock clock;

@@ -67,8 +67,10 @@ class RawDatabase {
   void Put(const std::string& family, const ObjectId& id, const std::string& value) {
     EXPECT_TRUE(db_->Put(rocksdb::WriteOptions(), by_name_.at(family), Key(id), value).ok());
   }
-  void Delete(const std::string& family, const ObjectId& id) {
-    EXPECT_TRUE(db_->Delete(rocksdb::WriteOptions(), by_name_.at(family), Key(id)).ok());
+  void MakeFamily(const std::string& name) {
+    rocksdb::ColumnFamilyHandle* family = nullptr;
+    EXPECT_TRUE(db_->CreateColumnFamily(rocksdb::ColumnFamilyOptions(), name, &family).ok());
+    families_.push_back(family);
   }
 
  private:
@@ -176,65 +178,117 @@ TEST(StorageTest, ADirectoryThatCannotBeMadeIsNamed) {
   EXPECT_TRUE(absl::StrContains(status.message(), directory.Path("file/data"))) << status;
 }
 
-TEST(StorageTest, AnotherPayloadUnderTheKeyIsDataLossForThatObjectOnly) {
+// Where a stopped node keeps an object's payload.
+struct Stored {
+  std::string path;
+  size_t at = 0;
+  std::string bytes;  // Of the whole file.
+};
+Stored Find(const std::string& data_dir, const TestObject& object) {
+  const std::string payload(object.payload.begin(), object.payload.end());
+  for (const auto& entry : std::filesystem::directory_iterator(data_dir + "/groups")) {
+    Stored stored{
+        .path = entry.path(), .at = 0, .bytes = testing_support::ReadFileOrEmpty(entry.path())};
+    stored.at = stored.bytes.find(payload);
+    if (stored.at != std::string::npos) return stored;
+  }
+  ADD_FAILURE() << "not in a group: " << object.id().key.Short();
+  return {};
+}
+
+TEST(StorageTest, AFlippedBitInAGroupIsDataLossForThatObjectOnly) {
   const TempDir directory;
   Fill(directory.path(), 12);
-  {
-    RawDatabase raw(directory.path());
-    const TestObject object = Filled(5);
-    std::string payload(object.payload.begin(), object.payload.end());
-    payload[4321] ^= 4;
-    raw.Put("payload", Filled(5).id(), payload);
-  }
-  ExpectQuarantined(directory.path(), 5, 12);
+  Stored stored = Find(directory.path(), Filled(6));
+  stored.bytes[stored.at + 100] ^= 8;
+  testing_support::WriteFile(stored.path, stored.bytes);
+  ExpectQuarantined(directory.path(), 6, 12);
 }
 
 TEST(StorageTest, APayloadOfAnotherObjectIsDataLoss) {
   const TempDir directory;
   Fill(directory.path(), 4);
-  {
-    RawDatabase raw(directory.path());
-    const TestObject other = Filled(3);
-    raw.Put("payload", Filled(1).id(), std::string(other.payload.begin(), other.payload.end()));
-  }
+  Stored stored = Find(directory.path(), Filled(1));
+  const TestObject other = Filled(3);
+  stored.bytes.replace(stored.at, other.payload.size(),
+                       std::string(other.payload.begin(), other.payload.end()));
+  testing_support::WriteFile(stored.path, stored.bytes);
   ExpectQuarantined(directory.path(), 1, 4);
 }
 
-TEST(StorageTest, AShortOrMissingPayloadIsDataLoss) {
-  for (const bool missing : {false, true}) {
+TEST(StorageTest, AGroupThatIsGoneOrShortAtStartLosesItsObjectsOnly) {
+  for (const bool gone : {false, true}) {
     const TempDir directory;
-    Fill(directory.path(), 4);
-    {
-      RawDatabase raw(directory.path());
-      if (missing) {
-        raw.Delete("payload", Filled(2).id());
-      } else {
-        raw.Put("payload", Filled(2).id(), "short");
-      }
+    Fill(directory.path(), 12);
+    const Stored stored = Find(directory.path(), Filled(3));
+    if (gone) {
+      std::filesystem::remove(stored.path);
+    } else {
+      testing_support::WriteFile(stored.path, stored.bytes.substr(0, stored.at + 100));
     }
-    ExpectQuarantined(directory.path(), 2, 4);
+    uint32_t lost = 0;
+    for (const bool first : {true, false}) {
+      TestStorage node;
+      ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+      uint32_t missing = 0;
+      for (uint32_t number = 0; number < 12; ++number) {
+        const auto payload = node.Read(Filled(number).id());
+        if (payload.ok()) {
+          EXPECT_EQ(*payload, Filled(number).payload);
+        } else {
+          EXPECT_TRUE(absl::IsNotFound(payload.status())) << payload.status();
+          ++missing;
+        }
+      }
+      EXPECT_TRUE(absl::IsNotFound(node.Read(Filled(3).id()).status()));
+      EXPECT_LT(missing, 12u);
+      EXPECT_EQ(node.storage->disk()->stats().objects_count, 12 - missing);
+      EXPECT_EQ(node.Metric("okv_node_corrupt_objects_total{tier=\"disk\"}"), first ? missing : 0);
+      if (!first) {
+        EXPECT_EQ(missing, lost);
+      }
+      lost = missing;
+      node.Close();
+    }
   }
 }
 
-// Bytes of a blob file flip, as a disk does it.
-TEST(StorageTest, AFlippedBitInABlobFileIsDataLossForThatObjectOnly) {
+TEST(StorageTest, AGroupThatGoesWhileTheNodeRunsIsDataLoss) {
   const TempDir directory;
-  Fill(directory.path(), 8);
-  const TestObject object = Filled(6);
-  const std::string needle(object.payload.begin(), object.payload.begin() + 64);
-  int flipped = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(directory.path() + "/rocksdb")) {
-    if (entry.path().extension() != ".blob") continue;
-    const std::string bytes = testing_support::ReadFileOrEmpty(entry.path());
-    const size_t at = bytes.find(needle);
-    if (at == std::string::npos) continue;
-    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(static_cast<std::streamoff>(at) + 100);
-    file.put(static_cast<char>(bytes[at + 100] ^ 8));
-    ++flipped;
+  Fill(directory.path(), 4);
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  std::filesystem::remove(Find(directory.path(), Filled(1)).path);
+  EXPECT_TRUE(absl::IsDataLoss(node.Read(Filled(1).id()).status()));
+  EXPECT_TRUE(absl::IsNotFound(node.Read(Filled(1).id()).status()));
+  EXPECT_TRUE(node.Write(Filled(1)).ok());
+  EXPECT_EQ(*node.Read(Filled(1).id()), Filled(1).payload);
+  node.Close();
+}
+
+TEST(StorageTest, AGroupWithoutRowsGoesAtStart) {
+  const TempDir directory;
+  Fill(directory.path(), 4);
+  // What a crash between the file and its rows leaves.
+  const std::string orphan = directory.Path("groups/0000abcd.group");
+  testing_support::WriteFile(orphan, std::string(8192, 'x'));
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  EXPECT_FALSE(std::filesystem::exists(orphan));
+  for (uint32_t number = 0; number < 4; ++number) {
+    EXPECT_EQ(*node.Read(Filled(number).id()), Filled(number).payload);
   }
-  ASSERT_EQ(flipped, 1);
-  ExpectQuarantined(directory.path(), 6, 8);
+  node.Close();
+}
+
+TEST(StorageTest, ADirectoryOfTheFirstLayoutIsRefusedByName) {
+  const TempDir directory;
+  Fill(directory.path(), 1);
+  { RawDatabase(directory.path()).MakeFamily("payload"); }
+  TestStorage node;
+  const absl::Status status = node.Open(TestStorageOptions(directory.path()));
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), directory.path())) << status;
 }
 
 TEST(StorageTest, ADamagedIndexRowIsDroppedAtStart) {

@@ -38,8 +38,10 @@ struct DramUnderTest final : TierUnderTest {
 
 struct DiskUnderTest final : TierUnderTest {
   testing_support::TempDir directory;
-  std::unique_ptr<RocksdbTier> disk =
-      *RocksdbTier::Open({.data_dir = directory.path(), .disk_bytes = kLimitBytes, .node_id = ""});
+  std::unique_ptr<RocksdbTier> disk = *RocksdbTier::Open({.data_dir = directory.path(),
+                                                          .disk_bytes = kLimitBytes,
+                                                          .node_id = "",
+                                                          .free_floor_bytes = 0});
   Tier* tier() override { return disk.get(); }
 };
 

@@ -1,0 +1,171 @@
+#include "cache_node/evict.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "cache_node/tiers/group_files.h"
+#include "proto/status_macros.h"
+
+namespace okv {
+namespace {
+
+// A round frees at least this share of the limit, so that the walk through the coldest objects is
+// paid for by many groups.
+constexpr uint64_t kRoundShare = 32;
+// The share of the limit that goes at most, for want of groups that are cold altogether, before
+// what is warm in a group is moved.
+constexpr uint64_t kWindowShare = 8;
+// Moving a group to win less than this share of it costs more writing than it is worth.
+constexpr double kGainShareMin = 0.2;
+
+// What of a group's file is won when what is alive in it moves.
+double GainShare(const GroupUse& use) {
+  if (use.file_bytes == 0) return 1;
+  return 1 - static_cast<double>(use.live_bytes) / static_cast<double>(use.file_bytes);
+}
+
+uint64_t Missing(uint64_t wanted, uint64_t have) { return wanted - std::min(wanted, have); }
+
+}  // namespace
+
+absl::Status Evictor::MakeRoom(uint64_t bytes, uint64_t group_bytes) {
+  const uint64_t limit = parts_.disk->stats().capacity_bytes;
+  uint64_t window = limit / kWindowShare;
+  while (true) {
+    const uint64_t missing = parts_.disk->ShortBytes(bytes + group_bytes);
+    if (missing == 0) return absl::OkStatus();
+    const uint64_t room = parts_.disk->RoomBytes();
+    const uint64_t goal = std::max(missing, limit / kRoundShare);
+    Plan plan = Choose(parts_.table->Cold({.bytes = std::max(window, 2 * goal)}), goal, room);
+    if (plan.groups.empty() && window < limit) {
+      // The coldest are spread over many groups: go on until whole groups are cold.
+      window = limit;
+      continue;
+    }
+    if (plan.groups.empty() && group_bytes > 0) {
+      plan = Choose(parts_.table->Cold({.bytes = goal, .with_dram = true}), goal, room);
+    }
+    if (plan.groups.empty()) {
+      if (parts_.disk->ShortBytes(bytes) == 0) return absl::OkStatus();
+      return absl::ResourceExhaustedError(absl::StrCat("the disk tier has room for ", room, " of ",
+                                                       bytes, " bytes, and nothing on it may go"));
+    }
+    const TierStats stats = parts_.disk->stats();
+    const bool limit_holds = stats.occupied_bytes + bytes + group_bytes <= limit;
+    OKV_RETURN_IF_ERROR(
+        Drop(plan, group_bytes,
+             limit_holds ? NodeMetrics::Eviction::kFreeFloor : NodeMetrics::Eviction::kDiskLimit));
+    const absl::flat_hash_set<uint32_t> chosen(plan.groups.begin(), plan.groups.end());
+    for (const GroupUse& use : parts_.disk->Groups()) {
+      if (chosen.contains(use.group)) stuck_.insert(use.group);
+    }
+  }
+}
+
+Evictor::Plan Evictor::Choose(std::vector<ColdObject> cold, uint64_t goal_bytes,
+                              uint64_t room_bytes) {
+  absl::flat_hash_map<uint32_t, GroupUse> uses;
+  uint64_t dead_bytes = 0;  // Of groups without anything alive.
+  for (const GroupUse& use : parts_.disk->Groups()) {
+    if (stuck_.contains(use.group)) continue;
+    uses[use.group] = use;
+    if (use.live_bytes == 0) dead_bytes += use.file_bytes;
+  }
+  // A beginning of `cold`, so that no block goes before its children.
+  size_t count = 0;
+  for (; count < cold.size() && dead_bytes < goal_bytes; ++count) {
+    const auto use = uses.find(cold[count].place.group);
+    if (use == uses.end()) continue;  // In DRAM only.
+    use->second.live_bytes -=
+        std::min(use->second.live_bytes, DiskPagesBytes(cold[count].payload_bytes));
+    if (use->second.live_bytes == 0) dead_bytes += use->second.file_bytes;
+  }
+  cold.resize(count);
+  std::vector<GroupUse> candidates;
+  for (const auto& [group, use] : uses) {
+    if (GainShare(use) >= kGainShareMin) candidates.push_back(use);
+  }
+  std::sort(candidates.begin(), candidates.end(), [](const GroupUse& a, const GroupUse& b) {
+    return std::pair(-GainShare(a), a.group) < std::pair(-GainShare(b), b.group);
+  });
+  Plan plan;
+  for (const GroupUse& use : candidates) {
+    if (goal_bytes == 0) break;
+    if (use.live_bytes > room_bytes) continue;
+    room_bytes -= use.live_bytes;
+    goal_bytes = Missing(goal_bytes, use.file_bytes - use.live_bytes);
+    plan.groups.push_back(use.group);
+  }
+  plan.cold = std::move(cold);
+  return plan;
+}
+
+absl::Status Evictor::Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason) {
+  std::vector<ObjectPin> doomed = parts_.table->DoomCold(plan.cold);
+  std::vector<ObjectId> ids;
+  uint64_t bytes = 0;
+  for (const ObjectPin& pin : doomed) {
+    ids.push_back(pin.id());
+    bytes += pin.object().header.payload_bytes;
+  }
+  // A removal that fails leaves rows: a restart finds the objects again, whole.
+  const absl::Status removed = parts_.disk->RemoveAll(ids);
+  for (ObjectPin& pin : doomed) parts_.table->Forget(std::move(pin));
+  const absl::Status why = absl::ResourceExhaustedError("evicted: the disk tier is full");
+  for (const ObjectId& id : ids) parts_.on_removed(id, why);
+  parts_.metrics->Evicted(reason, ids.size(), bytes);
+  OKV_RETURN_IF_ERROR(removed);
+  OKV_RETURN_IF_ERROR(Move(plan.groups, group_bytes));
+  return parts_.disk->Flush();
+}
+
+absl::Status Evictor::Move(const std::vector<uint32_t>& groups, uint64_t group_bytes) {
+  std::vector<ObjectPin> pins;
+  uint64_t bytes = 0;
+  for (const uint32_t group : groups) {
+    for (ObjectPin& pin : parts_.table->PinGroup(group)) {
+      const uint64_t payload_bytes = DiskPagesBytes(pin.object().header.payload_bytes);
+      if (!pins.empty() && bytes + payload_bytes > group_bytes) {
+        OKV_RETURN_IF_ERROR(MoveSome(std::exchange(pins, {})));
+        bytes = 0;
+      }
+      bytes += payload_bytes;
+      pins.push_back(std::move(pin));
+    }
+  }
+  return pins.empty() ? absl::OkStatus() : MoveSome(std::move(pins));
+}
+
+absl::Status Evictor::MoveSome(std::vector<ObjectPin> pins) {
+  std::vector<AlignedBuffer> buffers;
+  std::vector<TierWrite> writes;
+  std::vector<ObjectPin> moved;
+  for (ObjectPin& pin : pins) {
+    absl::Span<const uint8_t> payload = pin.dram();
+    if (payload.empty()) {
+      const size_t bytes = pin.object().header.payload_bytes;
+      buffers.push_back(AllocateAligned(bytes));
+      const absl::Span<uint8_t> buffer(buffers.back().get(), bytes);
+      absl::Status status = parts_.disk->ReadAt(pin.place(), buffer);
+      if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());
+      if (status.ok()) status = parts_.verify(pin.object(), buffer);
+      if (absl::IsDataLoss(status)) {
+        parts_.quarantine(std::move(pin), status);
+        continue;
+      }
+      OKV_RETURN_IF_ERROR(status);
+      payload = buffer;
+    }
+    writes.push_back({.object = pin.object_ref(), .payload = payload});
+    moved.push_back(std::move(pin));
+  }
+  if (writes.empty()) return absl::OkStatus();
+  OKV_ASSIGN_OR_RETURN(const std::vector<DiskPlace> places, parts_.disk->Store(writes));
+  for (size_t i = 0; i < moved.size(); ++i) parts_.table->MarkOnDisk(moved[i], places[i]);
+  return absl::OkStatus();
+}
+
+}  // namespace okv

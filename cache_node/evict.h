@@ -1,0 +1,66 @@
+#ifndef OKV_CACHE_NODE_EVICT_H_
+#define OKV_CACHE_NODE_EVICT_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "cache_node/block_table.h"
+#include "cache_node/node_metrics.h"
+#include "cache_node/tiers/aligned_buffer.h"
+#include "cache_node/tiers/rocksdb_tier.h"
+
+namespace okv {
+
+// Keeps the disk tier below its limit and above the floor of free space. The coldest objects of the
+// node leave it, children before their parents, until the groups they were in are empty. A group's
+// file gives its space back only as a whole: where few are empty, those with the least alive are
+// chosen, and what is alive in them moves to a new group first.
+// Owned by the spill thread, and by whoever spills after it.
+class Evictor {
+ public:
+  struct Parts {
+    RocksdbTier* disk;
+    BlockTable* table;
+    NodeMetrics* metrics;
+    // kDataLoss when the payload is not what the header says.
+    std::function<absl::Status(const HeldObject& object, absl::Span<const uint8_t> payload)> verify;
+    // Damaged on disk.
+    std::function<void(ObjectPin pin, const absl::Status& why)> quarantine;
+    // Evicted, for the control plane: kResourceExhausted says why.
+    std::function<void(const ObjectId& id, const absl::Status& why)> on_removed;
+  };
+  // REQUIRES: the parts outlive it.
+  explicit Evictor(const Parts& parts) : parts_(parts) {}
+
+  // Evicts until the disk tier has room for `bytes` and, beside them, for one more group, which
+  // moving warm objects takes; with 0 and 0, until limit and floor hold. kResourceExhausted when
+  // nothing more can go; other errors are the disk's. What DRAM holds goes only when otherwise
+  // nothing on disk could, because everything there has children in DRAM. Blocks on the disk.
+  absl::Status MakeRoom(uint64_t bytes, uint64_t group_bytes);
+
+ private:
+  struct Plan {
+    std::vector<uint32_t> groups;
+    std::vector<ColdObject> cold;  // To leave the node, children first.
+  };
+  // Groups that free about `goal_bytes` when a beginning of `cold` goes; what stays of them takes
+  // at most `room_bytes` meanwhile.
+  Plan Choose(std::vector<ColdObject> cold, uint64_t goal_bytes, uint64_t room_bytes);
+  absl::Status Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason);
+  // Writes what is left in the plan's groups into new ones.
+  absl::Status Move(const std::vector<uint32_t>& groups, uint64_t group_bytes);
+  absl::Status MoveSome(std::vector<ObjectPin> pins);
+
+  const Parts parts_;
+  // Groups that did not go although all that is known of them did: a restart sorts them out.
+  absl::flat_hash_set<uint32_t> stuck_;
+};
+
+}  // namespace okv
+
+#endif  // OKV_CACHE_NODE_EVICT_H_

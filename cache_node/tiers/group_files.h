@@ -1,0 +1,74 @@
+#ifndef OKV_CACHE_NODE_TIERS_GROUP_FILES_H_
+#define OKV_CACHE_NODE_TIERS_GROUP_FILES_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cache_node/tiers/tier.h"
+
+namespace okv {
+
+// Direct I/O moves whole pages between a file and page-aligned memory.
+inline constexpr size_t kDiskPageBytes = 4096;
+
+inline constexpr uint64_t DiskPagesBytes(uint64_t bytes) {
+  return (bytes + kDiskPageBytes - 1) / kDiskPageBytes * kDiskPageBytes;
+}
+
+// The payloads of spill groups: one file a group, one payload after the other, each from a page
+// boundary on. A file is written once, in large writes straight from the memory that holds the
+// payloads, and goes as a whole: its space is back when Delete returns.
+//
+// RocksDB's blob files were tried first and lost: a payload is copied three times on its way down
+// and its CRC32C is computed on one core. 32 groups of 25 x 1.27 MiB on a disk that takes 1.5 GB/s
+// in direct writes: 0.12 to 0.26 GB/s written, 0.2 to 0.4 GB/s read (RocksDB 7.8.3, 2 cores). Also
+// a blob file goes only when compactions have met the removal of every one of its payloads.
+//
+// Knows nothing of what is in a payload. Thread-safe: different groups at the same time, one group
+// by one writer.
+class GroupFiles {
+ public:
+  // Opens a directory, making it when it is missing. kFailedPrecondition when it cannot be used.
+  static absl::StatusOr<std::unique_ptr<GroupFiles>> Open(const std::string& directory);
+  ~GroupFiles();
+  GroupFiles(const GroupFiles&) = delete;
+  GroupFiles& operator=(const GroupFiles&) = delete;
+
+  // Writes a new file and syncs it and the directory: what it returns, the first page of each
+  // payload, is durable. kResourceExhausted when the disk is full, kUnavailable when it fails in
+  // another way; then no file is left as far as the disk still lets us remove it. Payloads on page
+  // boundaries are not copied.
+  absl::StatusOr<std::vector<uint32_t>> Write(uint32_t group,
+                                              absl::Span<const absl::Span<const uint8_t>> payloads);
+  // Reads a payload; into page-aligned memory without a copy. kNotFound when there is no such file,
+  // kDataLoss when it ends too early, kUnavailable when the disk fails.
+  absl::Status Read(const DiskPlace& place, absl::Span<uint8_t> buffer) const;
+  // OK also when it is not there. Who is reading it reads on. kUnavailable when the disk fails.
+  absl::Status Delete(uint32_t group);
+  // Every file with its bytes on disk.
+  absl::StatusOr<std::map<uint32_t, uint64_t>> List() const;
+  // What the file system has left for us; 0 when it does not say.
+  uint64_t FreeBytes() const;
+  // False where the file system has no direct I/O (tmpfs): then the page cache is in between.
+  bool direct() const { return direct_; }
+
+  static std::string FileName(uint32_t group);
+
+ private:
+  GroupFiles(int directory_fd, bool direct) : directory_fd_(directory_fd), direct_(direct) {}
+  absl::Status WriteFile(const std::string& name, uint64_t file_bytes,
+                         absl::Span<const absl::Span<const uint8_t>> payloads);
+
+  const int directory_fd_;  // Files are named relative to it.
+  const bool direct_;
+};
+
+}  // namespace okv
+
+#endif  // OKV_CACHE_NODE_TIERS_GROUP_FILES_H_
