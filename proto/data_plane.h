@@ -9,8 +9,10 @@ namespace okv {
 // Two processes talk when the majors are equal and the minors differ by at most one; otherwise the
 // answer is FAILED_PRECONDITION naming both versions.
 //
-// Minor 1 adds ranges: a fetch of a part of each page, a put of a part of a block.
-inline constexpr uint32_t kProtocolMajor = 1;
+// Major 2: payloads over TCP in messages of 512 KiB, which crash a receiver of major 1
+// (client/transport/ucx_transport.h). Minor 1 adds ranges: a fetch of a part of each page, a put of
+// a part of a block.
+inline constexpr uint32_t kProtocolMajor = 2;
 inline constexpr uint32_t kProtocolMinor = 1;
 // A peer of an older minor does without.
 inline constexpr uint32_t kProtocolMinorRanges = 1;

@@ -1,6 +1,7 @@
 #include "client/transport/ucx_transport.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -474,6 +475,7 @@ void UcxTransport::Run() {
   while (true) {
     if (Step()) {
       idle_since = std::chrono::steady_clock::now();
+      armed_in_vain_ = 0;
       continue;
     }
     {
@@ -525,7 +527,13 @@ bool UcxTransport::RunPosted() {
 
 void UcxTransport::Sleep() {
   const ucs_status_t status = ucp_worker_arm(worker_);
-  if (status == UCS_ERR_BUSY) return;
+  if (status == UCS_ERR_BUSY) {
+    // Once: something arrived since the last Step. Again and again with nothing to do in between:
+    // a full shared-memory queue, which wakes nobody when the peer makes room. The peer may be
+    // waiting for this core (seen: 150 ms of two processes spinning in turns).
+    if (++armed_in_vain_ > 1) sched_yield();
+    return;
+  }
   OKV_CHECK(status == UCS_OK);
   pollfd fds[] = {{.fd = ucx_fd_, .events = POLLIN, .revents = 0},
                   {.fd = wake_fd_, .events = POLLIN, .revents = 0}};
@@ -681,7 +689,11 @@ absl::Status UcxTransport::StartUcx() {
   // it no longer waits for, and UCX 1.13 aborts the process (tcp_ep.c: PUT_TX_WAITING_ACK): any
   // worker that cuts a fetch could end a node. Messages carry the payload as well.
   static const int tcp_put = setenv("UCX_TCP_PUT_ENABLE", "n", /*overwrite=*/0);
-  OKV_CHECK(reuse_address == 0 && tcp_put == 0);
+  // Not the operator's choice: both ends must have the same. ucp_config_modify does not reach it
+  // either.
+  static const int tcp_segment =
+      setenv("UCX_TCP_RX_SEG_SIZE", absl::StrCat(kTcpSegmentBytes).c_str(), /*overwrite=*/1);
+  OKV_CHECK(reuse_address == 0 && tcp_put == 0 && tcp_segment == 0);
   ucp_config_t* config = nullptr;
   absl::Status configured = ReadConfig(&config);
   ucs_status_t status = UCS_OK;

@@ -42,6 +42,13 @@ static_assert(static_cast<unsigned>(MessageType::kHello) > kAckId);
 inline constexpr std::chrono::microseconds kSpin(20);
 // How many calls of ucp_worker_progress before events and posted work get their turn.
 inline constexpr int kProgressMax = 256;
+// A payload over TCP comes in messages of this size, each read from the socket into a buffer and
+// copied from there (UCX's PUTs, which need no buffer, are off: see StartUcx). With UCX's own 64
+// KiB 0.7 CPU seconds a GB, sender and receiver together, with 512 KiB 0.5, as with PUTs; 1 MiB
+// gained nothing more, and misses a core's L2. A connection has a buffer only while bytes wait in
+// it. Part of the protocol: UCX 1.13 does not tell its peer, and a receiver with a smaller buffer
+// than its sender's messages crashes. Whoever changes it raises kProtocolMajor.
+inline constexpr size_t kTcpSegmentBytes = size_t{512} << 10;
 // What one peer may make this process hold: offers nobody received yet, messages ahead of a missing
 // one. An honest peer stays far below (a fetch has at most 4,096 objects).
 inline constexpr size_t kOffersMax = 16384;
@@ -244,6 +251,7 @@ class UcxTransport final : public Transport {
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   int ucx_fd_ = -1;
+  int armed_in_vain_ = 0;  // Times in a row that UCX refused to sleep and had nothing to do.
   size_t header_bytes_max_ = 0;
   ucp_listener_h listener_ = nullptr;
   AcceptHandler* acceptor_ = nullptr;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -86,7 +87,7 @@ class FetchRun {
   uint64_t objects_ = 0;
   uint64_t bytes_ = 0;
   std::unique_ptr<ScratchDirectory> directory_;
-  std::vector<uint8_t> memory_;  // Every object's buffer.
+  std::unique_ptr<PayloadMemory> memory_;  // Every object's buffer.
   std::vector<FetchItem> items_;
   std::vector<double> get_;
   std::vector<double> am_;
@@ -99,11 +100,11 @@ absl::Status FetchRun::Fill(LocalService* service) {
   const uint64_t batch = std::max<uint64_t>(1, kFillBytes / block_bytes);
   for (uint64_t first = 0; first < objects_; first += batch) {
     const absl::Span<uint8_t> payloads =
-        absl::MakeSpan(memory_).subspan(first * block_bytes, batch * block_bytes);
+        memory_->span().subspan(first * block_bytes, batch * block_bytes);
     FillRandom(first, payloads);
     OKV_RETURN_IF_ERROR(service->Put(first, payloads));
   }
-  std::fill(memory_.begin(), memory_.end(), 0);
+  std::memset(memory_->span().data(), 0, bytes_);
   return absl::OkStatus();
 }
 
@@ -144,15 +145,15 @@ absl::Status FetchRun::CheckHeaders(const ObjectReader& reader) {
 
 absl::Status FetchRun::Run(FetchReport* report) {
   OKV_ASSIGN_OR_RETURN(directory_, ScratchDirectory::Create(options_.directory));
-  memory_.resize(bytes_);
+  OKV_ASSIGN_OR_RETURN(memory_, PayloadMemory::Create(bytes_));
   OKV_ASSIGN_OR_RETURN(const std::unique_ptr<LocalService> service,
                        LocalService::Start({.directory = directory_->Path("."),
                                             .shape = shape_,
                                             .tls = tls_,
                                             .objects_bytes = bytes_}));
-  OKV_RETURN_IF_ERROR(service->transport()->RegisterMemory(absl::MakeSpan(memory_)));
+  OKV_RETURN_IF_ERROR(service->transport()->RegisterMemory(memory_->span()));
   OKV_RETURN_IF_ERROR(Fill(service.get()));
-  items_ = service->Items(0, absl::MakeSpan(memory_));
+  items_ = service->Items(0, memory_->span());
   OKV_ASSIGN_OR_RETURN(const std::unique_ptr<ObjectReader> reader,
                        ObjectReader::Create(service.get()));
   OKV_RETURN_IF_ERROR(reader->ReadVerified(items_, items_.size()).status());  // Warms up.

@@ -1,7 +1,10 @@
 #include "cmd/bench/local_service.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -78,6 +81,20 @@ BlockKey KeyOf(uint64_t number) { return {.bytes = Sha256(absl::StrCat("block ",
 
 uint64_t BlockShape::block_bytes() const { return LayoutOf(*this).block_bytes(Codec::kInt2); }
 uint64_t BlockShape::bf16_bytes() const { return LayoutOf(*this).block_bytes(Codec::kBf16); }
+
+absl::StatusOr<std::unique_ptr<PayloadMemory>> PayloadMemory::Create(uint64_t bytes) {
+  void* base =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, 0);
+  if (base == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no memory for ", bytes, " bytes: ", std::strerror(errno)));
+  }
+  madvise(base, bytes, MADV_HUGEPAGE);  // Where the system has them.
+  std::memset(base, 0, bytes);
+  return absl::WrapUnique(new PayloadMemory({static_cast<uint8_t*>(base), bytes}));
+}
+
+PayloadMemory::~PayloadMemory() { munmap(span_.data(), span_.size()); }
 
 void FillRandom(uint64_t seed, absl::Span<uint8_t> bytes) {
   std::mt19937_64 random(seed);

@@ -78,6 +78,19 @@ class LocalService {
   std::unique_ptr<Cluster> cluster_;  // Before the transport goes.
 };
 
+// Memory for payloads in huge pages, zeroed, as a node's arena is. Owns it.
+class PayloadMemory {
+ public:
+  // kResourceExhausted when the system has no room.
+  static absl::StatusOr<std::unique_ptr<PayloadMemory>> Create(uint64_t bytes);
+  ~PayloadMemory();
+  absl::Span<uint8_t> span() const { return span_; }
+
+ private:
+  explicit PayloadMemory(absl::Span<uint8_t> span) : span_(span) {}
+  const absl::Span<uint8_t> span_;
+};
+
 // Fills `bytes` with random ones; `seed` decides which.
 void FillRandom(uint64_t seed, absl::Span<uint8_t> bytes);
 

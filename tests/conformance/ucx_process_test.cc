@@ -145,6 +145,18 @@ TEST_F(UcxProcessTest, PayloadsOfAnotherProcessArriveByteExact) {
   EXPECT_THAT(FetchAll(peer.address()), HasSubstr("tcp/lo"));
 }
 
+// UCX 1.13 crashes where the receiver's segments are smaller than the sender's messages.
+TEST_F(UcxProcessTest, APeersEnvironmentCannotMakeItsSegmentsOfAnotherSize) {
+  Start();  // Sets this process's own, once.
+  const char* const own = getenv("UCX_TCP_RX_SEG_SIZE");
+  ASSERT_NE(own, nullptr);
+  const std::string size = own;
+  ASSERT_EQ(setenv("UCX_TCP_RX_SEG_SIZE", "2M", /*overwrite=*/1), 0);
+  Peer peer("send");
+  ASSERT_EQ(setenv("UCX_TCP_RX_SEG_SIZE", size.c_str(), /*overwrite=*/1), 0);
+  EXPECT_THAT(FetchAll(peer.address()), HasSubstr("tcp/lo"));
+}
+
 TEST_F(UcxProcessTest, PayloadsThroughSharedMemoryArriveByteExact) {
   Peer peer("send", "all");
   Start("all");
