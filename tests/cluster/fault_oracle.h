@@ -29,6 +29,8 @@ struct Tally {
   uint64_t failed_checks = 0;
   int64_t overrun_ms_max = 0;  // The most that a call ran past its deadline.
   std::map<std::string, Scenario> scenarios;
+  // How often a fault met what it is after: a run that never does shows nothing.
+  std::map<std::string, uint64_t> seen;
 };
 
 // What must be true, from the journals of acknowledged writes and from what was done to the nodes.

@@ -140,9 +140,13 @@ void Round::StartNode(size_t number, const NodeSpec& spec) {
 
 void Round::SignalNode(size_t number, int signal) { nodes_.at(number).process->Signal(signal); }
 
-uint64_t Round::KillNode(size_t number) {
+uint64_t Round::KillNode(size_t number, uint64_t stopping_ms) {
   NodeProcess& node = nodes_.at(number);
   const auto on_disk = static_cast<uint64_t>(Metric(number, "okv_node_objects", "tier=\"disk\""));
+  if (stopping_ms > 0) {
+    node.process->Signal(SIGTERM);
+    Pause(stopping_ms);
+  }
   node.process->Signal(SIGKILL);
   node.process->Wait(kProcessTimeout);
   oracle_.NodeKilled(node.node_id, Clock::System()->NowNanos());

@@ -50,8 +50,9 @@ class Round {
   void StartNode(size_t number, const NodeSpec& spec);
   void StartNode(size_t number) { StartNode(number, NodeSpec()); }
   void SignalNode(size_t number, int signal);
-  // SIGKILL. Returns how many objects the node had said to have on disk just before.
-  uint64_t KillNode(size_t number);
+  // SIGKILL, `stopping_ms` after SIGTERM unless that is 0. Returns how many objects the node had
+  // said to have on disk just before.
+  uint64_t KillNode(size_t number, uint64_t stopping_ms = 0);
   // SIGTERM; it must end with 0.
   void StopNode(size_t number);
   bool NodeRuns(size_t number);
@@ -117,6 +118,8 @@ class Round {
   void ReadJournals();
   Tally& tally() { return *tally_; }
   std::string Path(const std::string& name) const { return directory_.Path(name); }
+  // Counts, if `is`, that the round met what it is after.
+  void Saw(const std::string& what, bool is) { tally_->seen[what] += is ? 1 : 0; }
   // Something is wrong that no count says.
   void Fail(const std::string& what);
   void Note(const std::string& what);  // Wrong, and counted already.

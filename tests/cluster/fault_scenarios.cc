@@ -33,10 +33,35 @@ std::vector<BlockName> Interleaved(uint32_t first_chain, uint32_t chains, uint32
   return blocks;
 }
 
+// Blocks that a killed node had on disk are there again: it adopts at least what it had counted.
+void ExpectAdopted(Round* round, size_t victim, uint64_t on_disk) {
+  const uint64_t adopted = AdoptedCount(round, victim);
+  if (adopted >= on_disk) return;
+  round->tally().lost_objects += on_disk - adopted;
+  round->Note(
+      absl::StrCat("the killed node had ", on_disk, " objects on disk, and adopted ", adopted));
+}
+
+// While a node is dead its blocks fail at once, and with the code that says so.
+void ReadFromTheDead(Round* round, FaultWorker* reader) {
+  const Round::Fetch fetch = {
+      .blocks = SomeAcknowledged(round, 8), .deadline = Millis(3000), .by_home = true};
+  for (const Oracle::Read& read : round->DoFetch(reader, fetch, Mode::kExcused)) {
+    const auto code = static_cast<absl::StatusCode>(read.code);
+    if (code == absl::StatusCode::kOk || code == absl::StatusCode::kNotFound) continue;
+    round->Saw("reads_of_a_dead_node", true);
+    if (code == absl::StatusCode::kUnavailable) continue;
+    round->Fail(
+        absl::StrCat(ToString(read.block), " of a dead node: ", absl::StatusCodeToString(code)));
+  }
+}
+
 // A node is killed at a random point of spills, index updates and promotions: two writers store
-// twice what the arenas hold while a reader brings spilled blocks back.
+// twice what the arenas hold while a reader brings spilled blocks back. Sometimes it was stopping
+// and spilled the rest, and sometimes it dies a second time soon after its restart.
 std::string KillNode(Round* round) {
-  StartNodes(round, 2, {.dram_bytes = 2 * kMiB});
+  const Round::NodeSpec spec = {.dram_bytes = 2 * kMiB};
+  StartNodes(round, 2, spec);
   FaultWorker* writers[] = {round->StartWorker(), round->StartWorker()};
   FaultWorker* reader = round->StartWorker();
   std::vector<Round::Put> puts;
@@ -53,14 +78,19 @@ std::string KillNode(Round* round) {
   const Round::Fetch last = {.blocks = SomeAcknowledged(round, 8)};
   round->SendFetch(reader, last);
   round->RandomPause(20);
-  const uint64_t on_disk = round->KillNode(victim);
+  const bool stopping = round->Pick(0, 3) == 0;
+  const uint64_t on_disk = round->KillNode(victim, stopping ? round->Pick(0, 30) : 0);
+  round->Saw("kills_with_objects_on_disk", on_disk > 0);
+  round->Saw("kills_of_a_stopping_node", stopping);
   round->FinishFetch(reader, last, Mode::kExcused);
-  round->StartNode(victim, {.dram_bytes = 2 * kMiB});
-  const uint64_t adopted = AdoptedCount(round, victim);
-  if (adopted < on_disk) {
-    round->tally().lost_objects += on_disk - adopted;
-    round->Note(
-        absl::StrCat("the killed node had ", on_disk, " objects on disk, and adopted ", adopted));
+  ReadFromTheDead(round, reader);
+  round->StartNode(victim, spec);
+  ExpectAdopted(round, victim, on_disk);
+  if (round->Pick(0, 2) == 0) {
+    round->RandomPause(60);
+    const uint64_t again = round->KillNode(victim);
+    round->StartNode(victim, spec);
+    ExpectAdopted(round, victim, again);
   }
   for (uint32_t i = 0; i < 2; ++i) {
     ExpectStored(round, "a writer", round->FinishPut(writers[i], puts[i]));
@@ -86,6 +116,7 @@ std::string SlowReader(Round* round) {
   round->SendFetch(reader, fetch);
   round->RandomPause(10);
   reader->Signal(SIGSTOP);
+  round->Saw("slow_readers_with_pins", round->Metric(0, "okv_node_pins") > 0);
   ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(next, 0, 200)}));
   if (round->Pick(0, 3) == 0) {
     round->KillWorker(reader);
@@ -137,6 +168,10 @@ std::string ManyWritersOfOneKey(Round* round) {
     }
   }
   if (versions.size() != kBlocks) round->Fail("not every block was committed");
+  for (const auto& [block, nonce] : versions) {
+    const bool survived = nonce >= 100 + kWriters / 2;
+    round->Saw(survived ? "blocks_by_a_survivor" : "blocks_by_a_killed_writer", true);
+  }
   AuditAll(round);
   return "";
 }
@@ -155,6 +190,9 @@ std::string WorkerKilledWhilePinned(Round* round) {
   const bool stop_first = round->Pick(0, 1) == 1;
   for (FaultWorker* reader : readers) {
     if (stop_first) reader->Signal(SIGSTOP);
+  }
+  if (stop_first) {
+    round->Saw("readers_killed_while_pinned", round->Metric(0, "okv_node_pins") > 0);
   }
   for (FaultWorker* reader : readers) round->KillWorker(reader);
   const auto asked = std::chrono::steady_clock::now();
@@ -196,7 +234,9 @@ std::string StalledNode(Round* round) {
   }
   for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {
     const bool stalled = round->oracle().homes().at(read.block.chain) == round->NodeId(victim);
+    round->Saw("blocks_before_a_stall", stalled && read.code == kOk);
     if (read.code == kOk) continue;
+    round->Saw("blocks_of_a_stalled_node", stalled);
     if (!stalled) round->Fail(ToString(read.block) + ": did not arrive from a healthy node");
     if (static_cast<absl::StatusCode>(read.code) != absl::StatusCode::kDeadlineExceeded) {
       round->Fail(absl::StrCat(ToString(read.block), " of the stalled node: code ", read.code));
@@ -221,7 +261,9 @@ std::string ControlKilled(Round* round) {
   round->RandomPause(60);
   round->KillControl();
   for (uint64_t reads = round->Pick(1, 4); reads > 0; --reads) {
-    round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 16)}, Mode::kStrict);
+    const size_t count =
+        round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 16)}, Mode::kStrict).size();
+    round->Saw("reads_without_control_plane", count > 0);
     round->RandomPause(100);
   }
   round->StartControl();

@@ -116,6 +116,7 @@ std::string DiskFull(Round* round) {
   FaultWorker* writer = round->StartWorker();
   const Round::Put put = {.blocks = ChainBlocks(0, 0, 250), .deadline = Millis(1000)};
   const Json codes = round->DoPut(writer, put);
+  round->Saw("full_disks", codes.value("OK", 0) < 250);
   for (const auto& [code, count] : codes.items()) {
     if (code != "OK" && code != "RESOURCE_EXHAUSTED" && code != "UNAVAILABLE" &&
         code != "DEADLINE_EXCEEDED" && code != "ABORTED") {
@@ -156,7 +157,11 @@ std::string CutLink(Round* round) {
   round->SendFetch(reader, fetch);
   round->RandomPause(20);
   link->Set(false);
-  round->FinishFetch(reader, fetch, Mode::kExcused);
+  size_t cut = 0;
+  for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {
+    cut += read.code != 0;
+  }
+  round->Saw("transfers_cut", cut > 0 && cut < fetch.blocks.size());
   round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 8), .deadline = Millis(300), .keep = true},
                  Mode::kExcused);
   link->Set(true);

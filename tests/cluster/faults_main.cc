@@ -100,6 +100,7 @@ Json Summary(const Tally& tally, uint64_t seed) {
           {"failed_checks", tally.failed_checks},
           {"overrun_ms_max", tally.overrun_ms_max},
           {"seed", seed},
+          {"seen", tally.seen},
           {"scenarios", scenarios}};
 }
 
