@@ -13,6 +13,7 @@
 #include "absl/strings/str_split.h"
 #include "cmd/bench/fetch.h"
 #include "cmd/bench/nll.h"
+#include "cmd/bench/peer.h"
 #include "cmd/bench/quality.h"
 #include "proto/status_macros.h"
 #ifdef OKV_HAVE_CUDA
@@ -42,9 +43,10 @@ ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r40
 ABSL_FLAG(std::string, prefill_shapes, "1x8192,1x2048+32768,1x8192+32768,1x512+32768,8x1024",
           "prefill: REQUESTSxNEW or REQUESTSxNEW+HISTORY tokens, comma-separated");
 ABSL_FLAG(uint32_t, query_heads, 32, "attend, prefill: query heads");
-ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands, fetch: KV heads");
-ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands, fetch: 64, 128 or 256");
-ABSL_FLAG(uint32_t, group_size, 128, "GPU commands, fetch: channels of one scale, 32 to head_dim");
+ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands, fetch, peer: KV heads");
+ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands, fetch, peer: 64, 128 or 256");
+ABSL_FLAG(uint32_t, group_size, 128,
+          "GPU commands, fetch, peer: channels of one scale, 32 to head_dim");
 ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
 ABSL_FLAG(uint32_t, rotation_heads, 1, "GPU commands: rotations a layer, 1 or kv_heads");
 ABSL_FLAG(double, query_sigma, 1.0,
@@ -56,15 +58,21 @@ ABSL_FLAG(
     "C_Q too, since the files do not know the keys' own");
 ABSL_FLAG(uint32_t, covariance_layer, 18, "attend: layer of --covariances, for all layers");
 ABSL_FLAG(uint32_t, chunk_tokens, 8192, "quantize, dequantize: tokens, a multiple of 64");
-ABSL_FLAG(uint32_t, layers, 36, "GPU commands: layers with data of their own, one CUDA graph");
-ABSL_FLAG(uint32_t, rounds, 9, "GPU commands, fetch: timed rounds, the median counts");
+ABSL_FLAG(uint32_t, layers, 36,
+          "GPU commands, peer: layers with data of their own, one CUDA graph");
+ABSL_FLAG(uint32_t, rounds, 9, "GPU commands, fetch, peer: timed rounds, the median counts");
 ABSL_FLAG(std::string, transports, "tcp,self;all",
           "fetch: UCX_TLS lists of node and reader, semicolon-separated");
 ABSL_FLAG(std::string, block_layers, "2,7,36", "fetch: layers of a block, which give its size");
 ABSL_FLAG(std::string, in_flight, "1,8,32,0", "fetch: objects of a request; 0 = all in one");
 ABSL_FLAG(uint64_t, run_bytes, uint64_t{512} << 20, "fetch: bytes of all objects");
 ABSL_FLAG(std::string, perftest, "ucx_perftest", "fetch: UCX's benchmark; empty = no baseline");
-ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch: where the services put their files");
+ABSL_FLAG(std::string, mooncake_python, "",
+          "peer: Python of an environment with mooncake-transfer-engine-non-cuda");
+ABSL_FLAG(std::string, mooncake_script, "tests/bench/mooncake_peer.py", "peer: what it runs");
+ABSL_FLAG(uint32_t, peer_tokens, 8192, "peer: tokens of a round, a multiple of 64");
+ABSL_FLAG(uint32_t, request_blocks, 8, "peer: blocks of a put or get");
+ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch, peer: where the services put their files");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -124,6 +132,19 @@ absl::Status Fetch() {
   options.perftest = absl::GetFlag(FLAGS_perftest);
   options.directory = absl::GetFlag(FLAGS_scratch_dir);
   return Print(RunFetch(options));
+}
+
+absl::Status Peer() {
+  return Print(RunPeer({.python = absl::GetFlag(FLAGS_mooncake_python),
+                        .script = absl::GetFlag(FLAGS_mooncake_script),
+                        .tokens = absl::GetFlag(FLAGS_peer_tokens),
+                        .request_blocks = absl::GetFlag(FLAGS_request_blocks),
+                        .rounds = absl::GetFlag(FLAGS_rounds),
+                        .layers = absl::GetFlag(FLAGS_layers),
+                        .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+                        .head_dim = absl::GetFlag(FLAGS_head_dim),
+                        .group_size = absl::GetFlag(FLAGS_group_size),
+                        .directory = absl::GetFlag(FLAGS_scratch_dir)}));
 }
 
 #ifdef OKV_HAVE_CUDA
@@ -208,14 +229,16 @@ constexpr Command kCommands[] = {{"nll", Nll},
                                  {"quantize", QuantizeBench},
                                  {"dequantize", DequantizeBench},
                                  {"verify", VerifyBench},
-                                 {"fetch", Fetch}};
+                                 {"fetch", Fetch},
+                                 {"peer", Peer}};
 
 }  // namespace
 }  // namespace okv
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify|fetch [flags]; --helpfull "
+      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify|fetch|peer [flags]; "
+      "--helpfull "
       "lists the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";

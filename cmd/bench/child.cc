@@ -1,10 +1,12 @@
 #include "cmd/bench/child.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,8 +16,10 @@
 #include <filesystem>
 
 #include "absl/memory/memory.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "cmd/support/files.h"
@@ -26,6 +30,20 @@ namespace {
 // Between two looks at another process: nothing notifies us of a file or, with a deadline, of an
 // exit.
 void Pause() { poll(nullptr, 0, /*timeout=*/5); }
+
+// Lines of /proc/net/tcp: "number: local:PORT remote:PORT state ...", 0A for a listener.
+bool IsListening(int port) {
+  const std::string ending = absl::StrFormat(":%04X", port);
+  for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    const absl::StatusOr<std::string> text = ReadFile(path);
+    if (!text.ok()) continue;
+    for (const absl::string_view line : absl::StrSplit(*text, '\n')) {
+      const std::vector<absl::string_view> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+      if (words.size() > 3 && absl::EndsWith(words[1], ending) && words[3] == "0A") return true;
+    }
+  }
+  return false;
+}
 
 }  // namespace
 
@@ -92,11 +110,11 @@ absl::StatusOr<int> ChildProcess::Wait(absl::Time until) {
   return code_;
 }
 
-absl::Status ChildProcess::WaitForFile(const std::string& path, absl::Time until) {
+absl::Status ChildProcess::WaitUntil(const std::function<bool()>& ready, absl::Time until) {
   while (true) {
-    const absl::StatusOr<std::string> text = ReadFile(path);
-    if (text.ok() && !text->empty()) return absl::OkStatus();
-    if (!running()) {
+    const bool alive = running();
+    if (ready()) return absl::OkStatus();
+    if (!alive) {
       return absl::UnavailableError(
           absl::StrCat(options_.argv[0], " ended with code ", code_, ": ", output()));
     }
@@ -106,6 +124,20 @@ absl::Status ChildProcess::WaitForFile(const std::string& path, absl::Time until
     }
     Pause();
   }
+}
+
+absl::Status ChildProcess::WaitForFile(const std::string& path, absl::Time until) {
+  return WaitUntil(
+      [&path] {
+        const absl::StatusOr<std::string> text = ReadFile(path);
+        return text.ok() && !text->empty();
+      },
+      until);
+}
+
+absl::Status ChildProcess::WaitForListener(int port, absl::Time until) {
+  // A connection made only to find out would be taken for the client's.
+  return WaitUntil([port] { return IsListening(port); }, until);
 }
 
 absl::StatusOr<ChildUsage> ChildProcess::Usage() const {
@@ -141,6 +173,20 @@ double OwnCpuSeconds() {
     return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
   };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+absl::StatusOr<int> FreeTcpPort() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  const bool found = fd >= 0 &&
+                     bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+                     getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  if (fd >= 0) close(fd);
+  if (!found) return absl::UnavailableError("no free TCP port");
+  return ntohs(address.sin_port);
 }
 
 std::string ProgramPath(const std::string& name) {

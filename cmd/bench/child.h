@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -43,6 +44,8 @@ class ChildProcess {
   // Waits until `path` is there and not empty. kUnavailable with the process's output when it ends
   // first, kDeadlineExceeded with it at `until`.
   absl::Status WaitForFile(const std::string& path, absl::Time until);
+  // Waits until somebody listens on TCP port `port`. Errors as WaitForFile's.
+  absl::Status WaitForListener(int port, absl::Time until);
   bool running();
   void Kill();
   pid_t pid() const { return pid_; }
@@ -51,6 +54,7 @@ class ChildProcess {
   std::string output() const;
 
  private:
+  absl::Status WaitUntil(const std::function<bool()>& ready, absl::Time until);
   ChildProcess(pid_t pid, const ChildOptions& options) : pid_(pid), options_(options) {}
 
   const pid_t pid_;
@@ -61,6 +65,9 @@ class ChildProcess {
 
 // User and system time of this process, all threads, in seconds.
 double OwnCpuSeconds();
+
+// A port that nobody has just now, for programs that cannot choose one themselves. kUnavailable.
+absl::StatusOr<int> FreeTcpPort();
 
 // A program of this project: beside this one.
 std::string ProgramPath(const std::string& name);

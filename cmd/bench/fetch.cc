@@ -15,6 +15,7 @@
 #include "cmd/bench/local_service.h"
 #include "cmd/bench/object_reader.h"
 #include "cmd/bench/perftest.h"
+#include "cmd/bench/sample.h"
 #include "proto/object.h"
 #include "proto/page_layout.h"
 #include "proto/status_macros.h"
@@ -26,14 +27,6 @@ constexpr uint64_t kRunBytesMax = uint64_t{64} << 30;
 constexpr uint32_t kRoundsMax = 1000;
 constexpr uint64_t kFillBytes = uint64_t{32} << 20;  // Put at a time.
 constexpr uint32_t kCachedOutstanding = 32;          // As many as a node sends a session at once.
-
-// Nearest rank; the median of an even count is its upper one.
-double Quantile(std::vector<double> values, double share) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  const auto rank = static_cast<size_t>(share * static_cast<double>(values.size()));
-  return values[std::min(rank, values.size() - 1)];
-}
 
 // The rounds' numbers of one way of fetching.
 struct RateSamples {
@@ -228,24 +221,13 @@ absl::Status FetchOptions::Validate() const {
   }
   if (in_flight.empty()) return refuse("--in_flight is empty");
   if (layers.empty()) return refuse("--block_layers is empty");
-  if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
-    return refuse("--head_dim ", head_dim, ": 64, 128 or 256");
-  }
-  if (group_size < 32 || group_size > head_dim || (group_size & (group_size - 1)) != 0) {
-    return refuse("--group_size ", group_size, ": a power of two, 32 to --head_dim");
-  }
-  if (kv_heads == 0 || kv_heads > kKvHeadsMax) {
-    return refuse("--kv_heads ", kv_heads, ": 1 to ", kKvHeadsMax);
-  }
   if (run_bytes == 0 || run_bytes > kRunBytesMax) {
     return refuse("--run_bytes ", run_bytes, ": 1 to ", kRunBytesMax);
   }
   for (const uint32_t count : layers) {
     const BlockShape shape = {
         .layers = count, .kv_heads = kv_heads, .head_dim = head_dim, .group_size = group_size};
-    if (count == 0 || count > kLayersMax) {
-      return refuse("--block_layers ", count, ": 1 to ", kLayersMax);
-    }
+    OKV_RETURN_IF_ERROR(shape.Validate());
     if (shape.block_bytes() > run_bytes) {
       return refuse("--run_bytes ", run_bytes, " are less than a block of ", shape.block_bytes());
     }

@@ -79,6 +79,25 @@ BlockKey KeyOf(uint64_t number) { return {.bytes = Sha256(absl::StrCat("block ",
 
 }  // namespace
 
+absl::Status BlockShape::Validate() const {
+  const auto refuse = [](const auto&... what) {
+    return absl::InvalidArgumentError(absl::StrCat(what...));
+  };
+  if (layers == 0 || layers > kLayersMax) {
+    return refuse("--block_layers ", layers, ": 1 to ", kLayersMax);
+  }
+  if (kv_heads == 0 || kv_heads > kKvHeadsMax) {
+    return refuse("--kv_heads ", kv_heads, ": 1 to ", kKvHeadsMax);
+  }
+  if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
+    return refuse("--head_dim ", head_dim, ": 64, 128 or 256");
+  }
+  if (group_size < 32 || group_size > head_dim || !std::has_single_bit(group_size)) {
+    return refuse("--group_size ", group_size, ": a power of two, 32 to --head_dim");
+  }
+  return absl::OkStatus();
+}
+
 uint64_t BlockShape::block_bytes() const { return LayoutOf(*this).block_bytes(Codec::kInt2); }
 uint64_t BlockShape::bf16_bytes() const { return LayoutOf(*this).block_bytes(Codec::kBf16); }
 

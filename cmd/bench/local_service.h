@@ -22,6 +22,8 @@ struct BlockShape {
   uint32_t head_dim = 128;
   uint32_t group_size = 128;
 
+  // kInvalidArgument naming the flag.
+  absl::Status Validate() const;
   // Bytes of one int2 block of 64 tokens.
   uint64_t block_bytes() const;
   // Bytes of the same tokens in BF16.

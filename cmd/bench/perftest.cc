@@ -1,60 +1,19 @@
 #include "cmd/bench/perftest.h"
 
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "cmd/bench/child.h"
-#include "cmd/support/files.h"
 #include "proto/status_macros.h"
 
 namespace okv {
 namespace {
-
-// A port that nobody has just now; ucx_perftest cannot choose one itself.
-absl::StatusOr<int> FreePort() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  const bool found = fd >= 0 &&
-                     bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
-                     getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  if (fd >= 0) close(fd);
-  if (!found) return absl::UnavailableError("no free TCP port");
-  return ntohs(address.sin_port);
-}
-
-// Waits until `server` listens on `port`: a client does not wait for it, and a connection made only
-// to find out would be taken for the client's.
-absl::Status WaitForListener(int port, ChildProcess* server, absl::Time until) {
-  const std::string listening = absl::StrFormat(":%04X 00000000:0000 0A", port);
-  while (true) {
-    if (!server->running()) {
-      return absl::UnavailableError(
-          absl::StrCat("the server of ucx_perftest ended: ", server->output()));
-    }
-    const absl::StatusOr<std::string> sockets = ReadFile("/proc/net/tcp");
-    if (sockets.ok() && absl::StrContains(*sockets, listening)) return absl::OkStatus();
-    if (absl::Now() > until) {
-      return absl::DeadlineExceededError("the server of ucx_perftest does not listen");
-    }
-    poll(nullptr, 0, /*timeout=*/5);  // Nothing notifies us.
-  }
-}
 
 // The last line is "messages p50 average overall MB/s MB/s(overall) ...", latencies in us; its MB
 // is 2^20 bytes.
@@ -72,7 +31,7 @@ absl::StatusOr<double> ParseBandwidth(const std::string& output) {
 }  // namespace
 
 absl::StatusOr<double> RunPerftest(const PerftestOptions& options) {
-  OKV_ASSIGN_OR_RETURN(const int port, FreePort());
+  OKV_ASSIGN_OR_RETURN(const int port, FreeTcpPort());
   const std::vector<std::pair<std::string, std::string>> environment = {
       {"UCX_TLS", options.tls}, {"UCX_NET_DEVICES", options.net_devices}};
   ChildOptions server_options = {.argv = {options.program, "-p", absl::StrCat(port)},
@@ -87,7 +46,7 @@ absl::StatusOr<double> RunPerftest(const PerftestOptions& options) {
     client_options.argv.push_back(word);
   }
   const absl::Time until = absl::Now() + options.timeout;
-  OKV_RETURN_IF_ERROR(WaitForListener(port, server.get(), until));
+  OKV_RETURN_IF_ERROR(server->WaitForListener(port, until));
   client_options.output_path = absl::StrCat(options.output_path, ".client");
   OKV_ASSIGN_OR_RETURN(const auto client, ChildProcess::Start(client_options));
   OKV_ASSIGN_OR_RETURN(const int code, client->Wait(until));
