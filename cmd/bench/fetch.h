@@ -16,9 +16,9 @@ namespace okv {
 //
 // The baseline is ucx_perftest, ucp_get and ucp_am_bw, with one message of all the run's bytes:
 // ucx_perftest has one buffer, sends it again and again, and so measures a cache unless the buffer
-// is larger than that. ucp_am_bw with messages of the block's size out of one such small buffer is
-// reported beside it. Every round measures everything once, in turn, and a ratio is of one round:
-// other work on the machine meets both sides alike.
+// is larger than that. Reported beside it: ucp_am_bw on the service's terms (PerftestOptions), and
+// with messages of the block's size out of one such small buffer. Every round measures everything
+// once, in turn, and a ratio is of one round: other work on the machine meets both sides alike.
 struct FetchOptions {
   std::vector<std::string> transports = {"tcp,self"};  // UCX_TLS lists.
   std::vector<uint32_t> layers = {36};                 // Of a block: its size.
@@ -39,6 +39,7 @@ struct FetchOptions {
 struct FetchRate {
   double bytes_per_second = 0;  // Median of the rounds.
   double of_baseline = 0;       // Median of the rounds' ratios; 0: no baseline.
+  double of_service_terms = 0;  // The same, to ucp_am_bw on the service's terms.
   double request_us_p50 = 0;    // Over all rounds' requests.
   double request_us_p99 = 0;
   double cpu_seconds_per_gb = 0;  // Of the reader and the node.
@@ -56,9 +57,10 @@ struct FetchCase {
 struct FetchBaseline {
   std::string tls;
   uint64_t block_bytes = 0;
-  double get_bytes_per_second = 0;        // ucp_get, one message of the run's bytes; medians.
-  double am_bytes_per_second = 0;         // ucp_am_bw, the same.
-  double cached_am_bytes_per_second = 0;  // ucp_am_bw, messages of a block's size, one buffer.
+  double get_bytes_per_second = 0;            // ucp_get, one message of the run's bytes; medians.
+  double am_bytes_per_second = 0;             // ucp_am_bw, the same.
+  double service_terms_bytes_per_second = 0;  // ucp_am_bw, the same on the service's terms.
+  double cached_am_bytes_per_second = 0;      // ucp_am_bw, messages of a block's size, one buffer.
 };
 
 struct FetchReport {

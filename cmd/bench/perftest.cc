@@ -32,8 +32,13 @@ absl::StatusOr<double> ParseBandwidth(const std::string& output) {
 
 absl::StatusOr<double> RunPerftest(const PerftestOptions& options) {
   OKV_ASSIGN_OR_RETURN(const int port, FreeTcpPort());
-  const std::vector<std::pair<std::string, std::string>> environment = {
-      {"UCX_TLS", options.tls}, {"UCX_NET_DEVICES", options.net_devices}};
+  std::vector<std::pair<std::string, std::string>> environment = {
+      {"UCX_TLS", options.tls},
+      {"UCX_NET_DEVICES", options.net_devices},
+      // Else it would inherit what this process's transport has set for itself.
+      {"UCX_TCP_PUT_ENABLE", options.service_terms ? "n" : "y"},
+      {"UCX_TCP_RX_SEG_SIZE", options.service_terms ? "512K" : "64K"}};
+  if (options.service_terms) environment.emplace_back("UCX_MM_ERROR_HANDLING", "y");
   ChildOptions server_options = {.argv = {options.program, "-p", absl::StrCat(port)},
                                  .environment = environment,
                                  .output_path = absl::StrCat(options.output_path, ".server")};
@@ -45,6 +50,7 @@ absl::StatusOr<double> RunPerftest(const PerftestOptions& options) {
            absl::StrCat(options.outstanding)}) {
     client_options.argv.push_back(word);
   }
+  if (options.service_terms) client_options.argv.push_back("-e");
   const absl::Time until = absl::Now() + options.timeout;
   OKV_RETURN_IF_ERROR(server->WaitForListener(port, until));
   client_options.output_path = absl::StrCat(options.output_path, ".client");

@@ -20,6 +20,10 @@ struct PerftestOptions {
   uint64_t messages = 0;
   uint64_t warmup_messages = 1;
   uint32_t outstanding = 1;
+  // False: UCX as it comes. True: on the service's terms, with endpoints that notice a dead peer,
+  // also over shared memory, and without TCP PUTs, which end a process whose peer closes in the
+  // middle (client/transport/ucx_transport.cc).
+  bool service_terms = false;
   std::string output_path;  // Its output, kept with the measurement's other files.
   absl::Duration timeout = absl::Seconds(120);
 };
