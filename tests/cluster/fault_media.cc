@@ -14,7 +14,6 @@
 #include <fstream>
 #include <sstream>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/support/process.h"
 
@@ -30,12 +29,11 @@ std::string Errno(const std::string& what) {
 
 }  // namespace
 
-std::vector<FilePlace> FindInFiles(const std::string& directory, const std::string& suffix,
-                                   const std::string& needle) {
+std::vector<FilePlace> FindInFiles(const std::string& directory, const std::string& needle) {
   std::vector<FilePlace> places;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(directory)) {
     const std::string path = entry.path().string();
-    if (!entry.is_regular_file() || !absl::EndsWith(path, suffix)) continue;
+    if (!entry.is_regular_file()) continue;
     const std::string bytes = testing_support::ReadFileOrEmpty(path);
     if (const size_t at = bytes.find(needle); at != std::string::npos) {
       places.push_back({.path = path, .offset = at});

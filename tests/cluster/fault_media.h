@@ -12,13 +12,12 @@ namespace okv::faults {
 
 // ---- Damage.
 
-// Where the bytes `needle` are in the files of `directory` (searched deeply) with the suffix.
+// Where the bytes `needle` are in the files of `directory` (searched deeply), one place a file.
 struct FilePlace {
   std::string path;
   uint64_t offset = 0;
 };
-std::vector<FilePlace> FindInFiles(const std::string& directory, const std::string& suffix,
-                                   const std::string& needle);
+std::vector<FilePlace> FindInFiles(const std::string& directory, const std::string& needle);
 // Flips one bit of a file. False when it cannot be written.
 bool FlipInFile(const FilePlace& place, unsigned bit);
 

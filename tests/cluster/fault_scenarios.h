@@ -13,12 +13,15 @@ namespace okv::faults {
 struct Scenario {
   const char* name;
   std::string (*run)(Round* round);
+  bool by_name_only = false;  // No seed picks it.
 };
 
 // Nodes and workers: killed, stopped, slow (fault_scenarios.cc).
 std::vector<Scenario> ProcessScenarios();
-// Disks and links: damaged, full, gone (fault_scenarios_media.cc).
+// Bits and links (fault_scenarios_media.cc).
 std::vector<Scenario> MediaScenarios();
+// Disks: full, gone, damaged (fault_scenarios_disk.cc).
+std::vector<Scenario> DiskScenarios();
 
 // ---- What several of them do.
 

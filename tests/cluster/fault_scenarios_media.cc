@@ -1,7 +1,6 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,8 +53,8 @@ void WriteAgain(Round* round, FaultWorker* writer, const BlockName& block) {
   round->DoFetch(writer, {.blocks = {block}}, Mode::kStrict);
 }
 
-// A bit of a payload in a blob file flips while the node is stopped: that block alone is damaged.
-std::string FlippedBlob(Round* round) {
+// A bit of a payload on disk flips while the node is stopped: that block alone is damaged.
+std::string FlippedPayload(Round* round) {
   StartNodes(round, 1, {.dram_bytes = 2 * kMiB});
   FaultWorker* writer = round->StartWorker();
   const std::vector<BlockName> blocks = ChainBlocks(0, 0, 40) + ChainBlocks(1, 0, 20);
@@ -65,9 +64,9 @@ std::string FlippedBlob(Round* round) {
   round->oracle().AllSpilled();
   const BlockName damaged = blocks[round->Pick(0, blocks.size() - 1)];
   const std::string needle = Needle(round, damaged);
-  std::vector<FilePlace> places = FindInFiles(round->NodeDirectory(0), ".blob", needle);
+  std::vector<FilePlace> places = FindInFiles(round->NodeDirectory(0), needle);
   if (places.size() != 1) {
-    round->Fail(absl::StrCat(ToString(damaged), " is in ", places.size(), " blob files"));
+    round->Fail(absl::StrCat(ToString(damaged), " is in ", places.size(), " files"));
     return "";
   }
   places[0].offset += round->Pick(0, kNeedleBytes - 1);
@@ -102,40 +101,6 @@ std::string FlippedDram(Round* round) {
                    [round] { return round->Metric(0, "okv_node_corrupt_objects_total") == 1; });
   AuditAll(round);
   WriteAgain(round, writer, damaged);
-  return "";
-}
-
-// The disk fills before the node's own limit: what was acknowledged stays readable, writes are
-// refused with a code, and go on once there is room.
-std::string DiskFull(Round* round) {
-  round->StartControl();
-  const std::string disk = round->Path("small_disk");
-  const std::string why = MountSmallDisk(disk, 7 * kMiB);
-  if (!why.empty()) return why;
-  round->StartNode(0, {.dram_bytes = 2 * kMiB, .data_dir = disk});
-  FaultWorker* writer = round->StartWorker();
-  const Round::Put put = {.blocks = ChainBlocks(0, 0, 250), .deadline = Millis(1000)};
-  const Json codes = round->DoPut(writer, put);
-  round->Saw("full_disks", codes.value("OK", 0) < 250);
-  for (const auto& [code, count] : codes.items()) {
-    if (code != "OK" && code != "RESOURCE_EXHAUSTED" && code != "UNAVAILABLE" &&
-        code != "DEADLINE_EXCEEDED" && code != "ABORTED") {
-      round->Fail(absl::StrCat("on a full disk ", count.get<int>(), " puts ended with ", code));
-    }
-  }
-  if (codes.value("OK", 0) == 250) round->Fail("250 blocks fit a disk that is too small for them");
-  FaultWorker* reader = round->StartWorker();
-  round->Audit(reader);
-  const std::string resized = ResizeDisk(disk, 200 * kMiB);
-  if (!resized.empty()) round->Fail(resized);
-  ExpectStored(round, "a writer after the disk grew",
-               round->DoPut(writer, {.blocks = ChainBlocks(1, 0, 100)}));
-  AuditAll(round);
-  round->StopNode(0);
-  round->ReadJournals();
-  round->oracle().AllSpilled();
-  round->StartNode(0, {.dram_bytes = 2 * kMiB, .data_dir = disk});
-  AuditAll(round);
   return "";
 }
 
@@ -177,9 +142,8 @@ std::string CutLink(Round* round) {
 
 std::vector<Scenario> MediaScenarios() {
   return {
-      {"flipped_blob", FlippedBlob},
+      {"flipped_payload", FlippedPayload},
       {"flipped_dram", FlippedDram},
-      {"disk_full", DiskFull},
       {"cut_link", CutLink},
   };
 }

@@ -39,13 +39,19 @@ using Json = nlohmann::ordered_json;
 // Seeds that follow each other take the scenarios in turn, so that a run has each equally often.
 std::vector<Scenario> AllScenarios() {
   std::vector<Scenario> all = ProcessScenarios();
-  for (const Scenario& scenario : MediaScenarios()) all.push_back(scenario);
+  for (const auto& more : {MediaScenarios(), DiskScenarios()}) {
+    all.insert(all.end(), more.begin(), more.end());
+  }
   return all;
 }
 
 const Scenario* Choose(const std::vector<Scenario>& all, uint64_t seed) {
   const std::string name = absl::GetFlag(FLAGS_scenario);
-  if (name.empty()) return &all[seed % all.size()];
+  std::vector<const Scenario*> picked;
+  for (const Scenario& scenario : all) {
+    if (!scenario.by_name_only) picked.push_back(&scenario);
+  }
+  if (name.empty()) return picked[seed % picked.size()];
   for (const Scenario& scenario : all) {
     if (name == scenario.name) return &scenario;
   }
