@@ -106,6 +106,7 @@ absl::Status Node::StartParts() {
           .transport = transport_.get(),
           .table = storage_->table(),
           .spiller = storage_->spiller(),
+          .disk = storage_->disk(),
           .formats = storage_->formats(),
           .metrics = &metrics_,
           .clock = clock_,
@@ -117,6 +118,7 @@ absl::Status Node::StartParts() {
                 return membership != nullptr ? membership->ticket_key() : std::string();
               },
           .on_committed = [this](ObjectRef object) { membership_->Committed(std::move(object)); },
+          .on_removed = on_removed,
           .log = log_});
   OKV_ASSIGN_OR_RETURN(data_address_, data_plane_->Listen(options_.listen_address));
   metrics_.SetSources({.table = storage_->table(),

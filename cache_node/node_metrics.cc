@@ -63,6 +63,20 @@ const char* EvictionReason(NodeMetrics::Eviction reason) {
   return "";
 }
 
+const char* VerdictName(NodeMetrics::Verdict verdict) {
+  switch (verdict) {
+    case NodeMetrics::Verdict::kConfirmed:
+      return "confirmed";
+    case NodeMetrics::Verdict::kUnfounded:
+      return "unfounded";
+    case NodeMetrics::Verdict::kNotHeld:
+      return "not_held";
+    case NodeMetrics::Verdict::kNotChecked:
+      return "not_checked";
+  }
+  return "";
+}
+
 }  // namespace
 
 NodeMetrics::NodeMetrics()
@@ -75,6 +89,8 @@ NodeMetrics::NodeMetrics()
       puts_(Counters(&registry_, "okv_node_put_total", "Objects offered, by the answer's code")),
       corrupt_(Counters(&registry_, "okv_node_corrupt_objects_total",
                         "Objects quarantined because their copy in a tier was damaged")),
+      complaints_(Counters(&registry_, "okv_node_complaints_total",
+                           "Complaints of readers, by what a check of this node's copies found")),
       abandoned_(&Counters(&registry_, "okv_node_blocks_abandoned_total",
                            "Blocks given up because shares of them never came")
                       ->Add({})),
@@ -104,6 +120,10 @@ NodeMetrics::NodeMetrics()
        {Eviction::kDiskLimit, Eviction::kFreeFloor, Eviction::kTenantBudget}) {
     evicted_objects_->Add({{"reason", EvictionReason(reason)}});
     evicted_bytes_->Add({{"reason", EvictionReason(reason)}});
+  }
+  for (const Verdict verdict :
+       {Verdict::kConfirmed, Verdict::kUnfounded, Verdict::kNotHeld, Verdict::kNotChecked}) {
+    complaints_->Add({{"verdict", VerdictName(verdict)}});
   }
   for (const Miss reason : {Miss::kNotHeld, Miss::kOtherTenant}) {
     misses_->Add({{"reason", MissReason(reason)}});
@@ -154,6 +174,10 @@ void NodeMetrics::Evicted(Eviction reason, uint64_t objects_count, uint64_t payl
 
 void NodeMetrics::Corrupt(absl::string_view tier) {
   corrupt_->Add({{"tier", std::string(tier)}}).Increment();
+}
+
+void NodeMetrics::Complained(Verdict verdict) {
+  complaints_->Add({{"verdict", VerdictName(verdict)}}).Increment();
 }
 
 void NodeMetrics::Verified(double seconds) { verify_seconds_->Observe(seconds); }

@@ -52,6 +52,9 @@ class NodeMetrics {
   // Objects that left the node.
   void Evicted(Eviction reason, uint64_t objects_count, uint64_t payload_bytes);
   void Corrupt(absl::string_view tier);
+  // What a reader's complaint of damaged bytes came to.
+  enum class Verdict { kConfirmed, kUnfounded, kNotHeld, kNotChecked };
+  void Complained(Verdict verdict);
   void Verified(double seconds);
 
   // The Prometheus text format.
@@ -67,6 +70,7 @@ class NodeMetrics {
   prometheus::Family<prometheus::Counter>* const failures_;
   prometheus::Family<prometheus::Counter>* const puts_;
   prometheus::Family<prometheus::Counter>* const corrupt_;
+  prometheus::Family<prometheus::Counter>* const complaints_;
   prometheus::Counter* const abandoned_;
   prometheus::Family<prometheus::Counter>* const evicted_objects_;
   prometheus::Family<prometheus::Counter>* const evicted_bytes_;

@@ -36,7 +36,14 @@ DataPlane::DataPlane(const DataPlaneOptions& options, Parts parts)
       staging_(options.staging_kept_bytes_max),
       assemblies_(parts_.table, options.assembly_nanos_max),
       disk_(options.disk_threads),
-      copiers_(options.copy_threads) {
+      copiers_(options.copy_threads),
+      rechecker_(options.recheck, {.table = parts_.table,
+                                   .disk = parts_.disk,
+                                   .spiller = parts_.spiller,
+                                   .metrics = parts_.metrics,
+                                   .clock = parts_.clock,
+                                   .on_removed = parts_.on_removed,
+                                   .log = parts_.log}) {
   OKV_CHECK(parts_.arena_bytes > 0);
 }
 
@@ -60,6 +67,7 @@ void DataPlane::StopThreads() {
   if (ticker_.joinable()) ticker_.join();
   disk_.Stop();
   copiers_.Stop();
+  rechecker_.Stop();
 }
 
 void DataPlane::RunTicker() {
@@ -138,6 +146,8 @@ void DataPlane::OnMessage(Connection* connection, MessageType type, absl::string
     OnHello(session, message);
   } else if (type == MessageType::kFetchRequest && session->state == Session::State::kOpen) {
     OnFetchRequest(session, message);
+  } else if (type == MessageType::kComplaint && session->state == Session::State::kOpen) {
+    OnComplaint(session, message);
   } else {
     Close(session, absl::StrCat("message type ", static_cast<int>(type), " is out of place"));
   }

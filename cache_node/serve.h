@@ -16,6 +16,7 @@
 #include "cache_node/block_table.h"
 #include "cache_node/formats.h"
 #include "cache_node/node_metrics.h"
+#include "cache_node/recheck.h"
 #include "cache_node/spill.h"
 #include "cache_node/staging_pool.h"
 #include "cache_node/work_queue.h"
@@ -54,6 +55,8 @@ struct DataPlaneOptions {
   // what it pins.
   int64_t stall_nanos = 5'000'000'000;
 
+  RecheckerOptions recheck;
+
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
 };
@@ -69,6 +72,7 @@ class DataPlane final : public Transport::AcceptHandler {
     Transport* transport;
     BlockTable* table;
     Spiller* spiller;
+    Tier* disk;
     Formats* formats;
     NodeMetrics* metrics;
     const Clock* clock;
@@ -76,6 +80,8 @@ class DataPlane final : public Transport::AcceptHandler {
     std::string node_id;
     std::function<std::string()> ticket_key;  // Empty: nobody can be let in yet.
     std::function<void(ObjectRef object)> on_committed;
+    // A reader's complaint was true, and the object is gone. Any thread.
+    std::function<void(const ObjectId& id, const absl::Status& why)> on_removed;
     std::function<void(const std::string& line)> log;
   };
   // REQUIRES: options.Validate() is OK. The parts outlive it, but for the transport, which must be
@@ -164,6 +170,7 @@ class DataPlane final : public Transport::AcceptHandler {
   absl::Status OpenSession(Session* session, const v1::Hello& hello);
 
   void OnFetchRequest(Session* session, absl::string_view message);
+  void OnComplaint(Session* session, absl::string_view message);
   // The range of each object, once everything else the request says was checked.
   absl::StatusOr<BlockRange> CheckFetch(const Session& session,
                                         const v1::FetchRequest& request) const;
@@ -225,6 +232,7 @@ class DataPlane final : public Transport::AcceptHandler {
   Assemblies assemblies_;  // Transport thread.
   WorkQueue disk_;
   WorkQueue copiers_;
+  Rechecker rechecker_;
   std::thread ticker_;
 };
 

@@ -82,6 +82,21 @@ absl::StatusOr<BlockRange> DataPlane::CheckFetch(const Session& session,
                       session.layout);
 }
 
+void DataPlane::OnComplaint(Session* session, absl::string_view message) {
+  v1::Complaint complaint;
+  if (!ParseMessage(message, &complaint)) {
+    Close(session, "a complaint cannot be read");
+    return;
+  }
+  const absl::StatusOr<BlockKey> key = BlockKey::FromBytes(complaint.key());
+  if (!key.ok() || !IsCodec(static_cast<uint32_t>(complaint.codec()))) {
+    Close(session, "a complaint needs a key of 32 bytes and a codec");
+    return;
+  }
+  rechecker_.Complain(session->tenant,
+                      {.key = *key, .codec = static_cast<Codec>(complaint.codec())});
+}
+
 void DataPlane::TakeTurn(Session* session) {
   if (session->has_turn || session->state != Session::State::kOpen || session->queue.empty() ||
       session->sending.size() >= options_.bulks_per_session_max) {

@@ -323,6 +323,7 @@ void ClusterClient::Count(const ClusterStats& call) {
   stats_.failovers_stalled += call.failovers_stalled;
   stats_.failovers_damaged += call.failovers_damaged;
   stats_.failovers_missing += call.failovers_missing;
+  stats_.complaints += call.complaints;
 }
 
 absl::StatusOr<LookupResult> ClusterClient::Lookup(absl::Span<const BlockKey> keys,

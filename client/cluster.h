@@ -70,6 +70,8 @@ struct ClusterStats {
   uint64_t failovers_damaged = 0;      // The bytes it sent failed verification.
   uint64_t failovers_missing = 0;      // It no longer had it.
 
+  uint64_t complaints = 0;  // Payloads that failed verification, reported to their node.
+
   uint64_t failovers() const {
     return failovers_unavailable + failovers_stalled + failovers_damaged + failovers_missing;
   }

@@ -266,12 +266,17 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
       Group& group = groups_[result.group];
       group.progress_at = absl::Now();
       OKV_CHECK(group.outstanding.erase(result.item) == 1);
-      if (group.outstanding.empty()) client_->Release(group.node, group.lease.session);
       absl::Status status = result.status;
       if (status.ok()) {
         // Here, on the caller's thread, while the transport's receives the next ones.
         status = VerifyRange(*result.header, client_->layout_, *range_, items_[result.item].buffer);
+        if (!status.ok()) {
+          // The node finds out whether it was its copy or the way here.
+          group.lease.session->Complain(items_[result.item].id, std::string(status.message()));
+          ++stats_.complaints;
+        }
       }
+      if (group.outstanding.empty()) client_->Release(group.node, group.lease.session);
       if (Handle(result.item, group, status)) ready.push_back(result.item);
     }
   }

@@ -182,6 +182,17 @@ void NodeSession::FinishPut(uint64_t request_id) {
   SendPuts();
 }
 
+void NodeSession::Complain(const ObjectId& id, const std::string& why) {
+  v1::Complaint complaint;
+  complaint.set_key(std::string(id.key.view()));
+  complaint.set_codec(static_cast<v1::CodecId>(id.codec));
+  complaint.set_message(why);
+  transport_->Post([self = shared_from_this(), message = complaint.SerializeAsString()] {
+    if (self->state_ != State::kOpen || self->node_minor_ < kProtocolMinorComplaints) return;
+    self->connection_->Send(MessageType::kComplaint, message);
+  });
+}
+
 void NodeSession::Break(const absl::Status& why) {
   broken_ = true;
   transport_->Post([self = shared_from_this(), why] { self->BreakNow(why); });

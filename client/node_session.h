@@ -74,6 +74,10 @@ class NodeSession final : public ConnectionHandler,
   using PutDone = std::function<void(size_t target, absl::Status status)>;
   void Put(std::vector<PutTarget> targets, const BlockRange& range, PutDone done);
 
+  // Tells the node that what it sent of this object failed verification; nothing to an old node or
+  // over a broken session. Returns at once.
+  void Complain(const ObjectId& id, const std::string& why);
+
   // Closes the connection, cutting transfers in flight; calls end with `why` when nothing touches
   // their memory any more. Returns at once.
   void Break(const absl::Status& why);

@@ -11,11 +11,12 @@ namespace okv {
 //
 // Major 2: payloads over TCP in messages of 512 KiB, which crash a receiver of major 1
 // (client/transport/ucx_transport.h). Minor 1 adds ranges: a fetch of a part of each page, a put of
-// a part of a block.
+// a part of a block; and complaints.
 inline constexpr uint32_t kProtocolMajor = 2;
 inline constexpr uint32_t kProtocolMinor = 1;
 // A peer of an older minor does without.
 inline constexpr uint32_t kProtocolMinorRanges = 1;
+inline constexpr uint32_t kProtocolMinorComplaints = 1;
 constexpr bool ProtocolCompatible(uint32_t major, uint32_t minor) {
   return major == kProtocolMajor && minor <= kProtocolMinor + 1 && kProtocolMinor <= minor + 1;
 }
@@ -29,8 +30,9 @@ enum class MessageType : uint16_t {
   kObjectFailure = 5,
   kPutOffer = 6,  // Bulk.
   kPutReply = 7,
+  kComplaint = 8,  // Since minor 1.
 };
-inline constexpr uint16_t kMessageTypeMax = 7;
+inline constexpr uint16_t kMessageTypeMax = 8;
 
 inline constexpr uint32_t kObjectsPerFetchMax = 4096;
 // A control message: 4,096 objects x about 42 B fit four times.

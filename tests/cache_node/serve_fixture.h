@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +27,63 @@ inline Format OtherFormat() {
   return format;
 }
 
+// A disk that reads some objects with a bit flipped, and may be slow. Thread-safe.
+class FlippingTier final : public Tier {
+ public:
+  explicit FlippingTier(Tier* disk) : disk_(disk) {}
+
+  void Flip(const ObjectId& id) {
+    MutexLock lock(&mu_);
+    flipped_.insert(id);
+  }
+  // Reads wait until they are let go.
+  void HoldReads(bool hold) {
+    MutexLock lock(&mu_);
+    hold_ = hold;
+    changed_.SignalAll();
+  }
+  bool WaitForHeldRead() {
+    MutexLock lock(&mu_);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (held_count_ == 0 && std::chrono::steady_clock::now() < end) {
+      changed_.WaitFor(&mu_, std::chrono::milliseconds(100));
+    }
+    return held_count_ > 0;
+  }
+
+  absl::string_view name() const override { return disk_->name(); }
+  uint64_t CostBytes(const HeldObject& object) const override { return disk_->CostBytes(object); }
+  absl::Status Put(absl::Span<const TierWrite> group) override { return disk_->Put(group); }
+  absl::Status Flush() override { return disk_->Flush(); }
+  absl::Status Read(const ObjectId& id, absl::Span<uint8_t> buffer) override {
+    absl::Status status = disk_->Read(id, buffer);
+    MutexLock lock(&mu_);
+    ++held_count_;
+    changed_.SignalAll();
+    while (hold_) changed_.Wait(&mu_);
+    --held_count_;
+    if (flipped_.contains(id)) buffer[buffer.size() / 2] ^= 4;
+    return status;
+  }
+  absl::Status Remove(const ObjectId& id) override {
+    {
+      MutexLock lock(&mu_);
+      flipped_.erase(id);
+    }
+    return disk_->Remove(id);
+  }
+  absl::Status List(const Listing& listing) override { return disk_->List(listing); }
+  TierStats stats() const override { return disk_->stats(); }
+
+ private:
+  Tier* const disk_;
+  Mutex mu_;
+  CondVar changed_;
+  std::set<ObjectId> flipped_ ABSL_GUARDED_BY(mu_);
+  bool hold_ ABSL_GUARDED_BY(mu_) = false;
+  int held_count_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
 // A data plane over real storage, on the in-process transport, and workers for it.
 class ServeTest : public testing::Test {
  protected:
@@ -38,10 +96,12 @@ class ServeTest : public testing::Test {
     node_.clock = &clock_;
     ASSERT_TRUE(node_.Open(storage).ok());
     node_transport_ = hub_.CreateTransport();
+    disk_ = std::make_unique<FlippingTier>(node_.storage->disk());
     data_plane_ = std::make_unique<DataPlane>(
         options, DataPlane::Parts{.transport = node_transport_.get(),
                                   .table = node_.storage->table(),
                                   .spiller = node_.storage->spiller(),
+                                  .disk = disk_.get(),
                                   .formats = node_.storage->formats(),
                                   .metrics = &node_.metrics,
                                   .clock = &clock_,
@@ -52,6 +112,11 @@ class ServeTest : public testing::Test {
                                       [this](ObjectRef object) {
                                         MutexLock lock(&mu_);
                                         committed_.push_back(object->header.id);
+                                      },
+                                  .on_removed =
+                                      [this](const ObjectId& id, const absl::Status&) {
+                                        MutexLock lock(&mu_);
+                                        removed_.push_back(id);
                                       },
                                   .log = [](const std::string&) {}});
     address_ = *data_plane_->Listen("127.0.0.1:0");
@@ -151,18 +216,25 @@ class ServeTest : public testing::Test {
     return committed_;
   }
 
+  std::vector<ObjectId> removed() {
+    MutexLock lock(&mu_);
+    return removed_;
+  }
+
   const TempDir directory_;
   FakeClock clock_;
   std::string ticket_key_ = kTicketKey;
   LoopbackHub hub_;
   std::unique_ptr<Transport> worker_transport_ = hub_.CreateTransport();
   TestStorage node_;
+  std::unique_ptr<FlippingTier> disk_;  // As complaints are checked; transfers use the real one.
   std::unique_ptr<Transport> node_transport_;
   std::unique_ptr<DataPlane> data_plane_;
   std::string address_;
   uint64_t next_request_ = 1;
   Mutex mu_;
   std::vector<ObjectId> committed_;
+  std::vector<ObjectId> removed_;
 };
 
 }  // namespace okv::testing_support

@@ -154,6 +154,29 @@ TEST_P(ClusterTest, AFlippedBitFailsOverToAGoodCopy) {
   ExpectAllFetched(Fetch(3, {bad->where(), good->where()}));
 }
 
+TEST_P(ClusterTest, AFlippedBitIsReportedToTheNodeThatSentItUnlessItIsTooOld) {
+  NodeProcess* bad = AddNode("node-1");
+  NodeProcess* old = AddNode("node-2");
+  NodeProcess* good = AddNode("node-3");
+  old->node.protocol_minor = 0;
+  for (NodeProcess* node : {bad, old, good}) {
+    Store(node, 3);
+    Start(node);
+  }
+  bad->node.objects[Id(1)].payload[100] ^= 0x10;
+  old->node.objects[Id(1)].payload[100] ^= 0x10;
+  ExpectAllFetched(Fetch(3, {bad->where(), old->where(), good->where()}));
+  EXPECT_EQ(cluster()->stats().complaints, 2u);
+  ExpectAllFetched(Fetch(1, {bad->where()}));  // Behind the complaint, over the same session.
+  for (NodeProcess* node : {bad, old, good}) node->transport.reset();
+  ASSERT_EQ(bad->node.complaints.size(), 1u);
+  EXPECT_EQ(bad->node.complaints[0].key(), std::string(Id(1).key.view()));
+  EXPECT_EQ(bad->node.complaints[0].codec(), v1::CODEC_INT2);
+  EXPECT_THAT(bad->node.complaints[0].message(), HasSubstr("wrong checksum"));
+  EXPECT_TRUE(old->node.complaints.empty());
+  EXPECT_TRUE(good->node.complaints.empty());
+}
+
 TEST_P(ClusterTest, AnotherObjectUnderTheRightOrdinalIsDataLoss) {
   NodeProcess* node = AddNode("node-1");
   Store(node, 2);

@@ -47,6 +47,7 @@ class FakeNode : public Transport::AcceptHandler {
 
   // Read after the transport is gone.
   std::vector<std::string> tickets;
+  std::vector<v1::Complaint> complaints;
   std::map<ObjectId, Stored> put_objects;
   size_t offers_in_flight = 0;
   size_t offers_in_flight_max = 0;
@@ -78,6 +79,12 @@ class FakeNode : public Transport::AcceptHandler {
       reply.set_node_id(node_id);
       reply.set_objects_per_fetch_max(7);  // So that a test's fetch takes several requests.
       connection->Send(MessageType::kHelloReply, reply.SerializeAsString());
+      return;
+    }
+    if (type == MessageType::kComplaint) {
+      v1::Complaint complaint;
+      OKV_CHECK(complaint.ParseFromArray(message.data(), static_cast<int>(message.size())));
+      complaints.push_back(complaint);
       return;
     }
     v1::FetchRequest request;
