@@ -125,6 +125,7 @@ void DataPlane::Close(Session* session, absl::string_view why) {
                           session->connection->description(), "): ", why));
   session->state = Session::State::kClosing;
   session->queue.clear();
+  DropReads(session);
   session->connection->Close([this, session_id = session->id] { Erase(session_id); });
 }
 
@@ -136,6 +137,7 @@ void DataPlane::Erase(uint64_t session_id) {
   const std::unique_ptr<Session> session = std::move(found->second);
   sessions_.erase(found);
   WithdrawAll(session.get());
+  DropReads(session.get());
   sessions_count_ = sessions_.size();
 }
 

@@ -19,6 +19,7 @@
 #include "cache_node/recheck.h"
 #include "cache_node/spill.h"
 #include "cache_node/staging_pool.h"
+#include "cache_node/turn_queue.h"
 #include "cache_node/work_queue.h"
 #include "client/transport/transport.h"
 #include "proto/block_range.h"
@@ -35,7 +36,8 @@ struct DataPlaneOptions {
   size_t objects_queued_max = size_t{4} * kObjectsPerFetchMax;
   // Transfers to readers at once: enough to keep a link busy, few enough that the pins of one slow
   // reader, and the buffers of disk reads that DRAM has no room for, stay a small part of the
-  // arena.
+  // arena. A session with none under way may always start one: readers that stopped reading cannot
+  // together keep another from its objects. At most bulks_max + sessions_max in all.
   uint32_t bulks_per_session_max = 32;
   uint32_t bulks_max = 128;
   // Puts offered and not yet answered, a session.
@@ -179,6 +181,11 @@ class DataPlane final : public Transport::AcceptHandler {
   void TakeTurn(Session* session);
   void Start(Session* session, DeliveryRef delivery);
   absl::Status PinFor(const Session& session, Delivery* delivery);
+  // Gives idle disk threads to sessions that wait for one, in turn.
+  void PumpDisk();
+  void ReadFromDisk(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
+  // Gives up the session's reads that have not begun.
+  void DropReads(Session* session);
   // Copies the range together when the payload has it in several pieces. Any thread.
   void Gather(Delivery* delivery);
   void Loaded(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
@@ -221,6 +228,8 @@ class DataPlane final : public Transport::AcceptHandler {
   absl::flat_hash_map<Connection*, uint64_t> by_connection_;
   std::deque<uint64_t> turns_;  // Session ids.
   uint32_t bulks_count_ = 0;    // Places taken, disk reads included.
+  TurnQueue<uint64_t> reads_;   // Serial numbers of deliveries that wait for a disk thread.
+  uint32_t reads_running_ = 0;  // Disk threads in use.
   uint64_t next_session_id_ = 1;
   uint64_t next_serial_ = 1;
 

@@ -107,10 +107,18 @@ void DataPlane::TakeTurn(Session* session) {
 }
 
 void DataPlane::Pump() {
-  while (!turns_.empty() && bulks_count_ < options_.bulks_max) {
-    Session* session = FindById(turns_.front());
+  // Those that are passed over go round once, and keep their order.
+  size_t passed_count = 0;
+  while (passed_count < turns_.size()) {
+    const uint64_t session_id = turns_.front();
     turns_.pop_front();
+    Session* session = FindById(session_id);
     if (session == nullptr) continue;
+    if (bulks_count_ >= options_.bulks_max && !session->sending.empty()) {
+      turns_.push_back(session_id);
+      ++passed_count;
+      continue;
+    }
     session->has_turn = false;
     if (session->queue.empty()) continue;
     DeliveryRef delivery = std::move(session->queue.front());
@@ -132,33 +140,69 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
   const uint64_t serial = next_serial_++;
   session->sending[serial] = delivery;
   ++bulks_count_;
-  const auto loaded = [this, session_id = session->id, serial, delivery] {
-    parts_.transport->Post(
-        [this, session_id, serial, delivery] { Loaded(session_id, serial, delivery); });
-  };
   if (delivery->pin.dram().empty()) {
     delivery->tier = "disk";
-    disk_.Add([this, delivery, loaded] {
-      absl::StatusOr<AlignedBuffer> own = parts_.spiller->Load(&delivery->pin);
-      delivery->loaded = own.status();
-      if (own.ok()) {
-        delivery->own = *std::move(own);
-        Gather(delivery.get());
-      }
-      loaded();
-    });
+    reads_.Add(session->id, serial);
+    PumpDisk();
     return;
   }
   if (delivery->range.bytes(session->layout, delivery->id.codec) > kCopyHereBytesMax &&
       RangePieces(delivery->range, session->layout, delivery->id.codec).size() > 1) {
-    copiers_.Add([this, delivery, loaded] {
+    copiers_.Add([this, session_id = session->id, serial, delivery] {
       Gather(delivery.get());
-      loaded();
+      parts_.transport->Post(
+          [this, session_id, serial, delivery] { Loaded(session_id, serial, delivery); });
     });
     return;
   }
   Gather(delivery.get());
   SendDelivery(session, serial, delivery.get());
+}
+
+void DataPlane::PumpDisk() {
+  while (reads_running_ < options_.disk_threads) {
+    const auto next = reads_.Next();
+    if (!next.has_value()) return;
+    const auto [session_id, serial] = *next;
+    Session* session = FindById(session_id);
+    OKV_CHECK(session != nullptr);  // DropReads.
+    const auto found = session->sending.find(serial);
+    OKV_CHECK(found != session->sending.end());
+    const DeliveryRef delivery = found->second;
+    if (parts_.clock->NowNanos() >= delivery->deadline_nanos) {
+      delivery->loaded = absl::DeadlineExceededError("the deadline passed before it was read");
+      // By way of the queue: this may run inside a Pump.
+      parts_.transport->Post([this, session_id = session_id, serial = serial, delivery] {
+        Loaded(session_id, serial, delivery);
+      });
+      continue;
+    }
+    ReadFromDisk(session_id, serial, delivery);
+  }
+}
+
+void DataPlane::ReadFromDisk(uint64_t session_id, uint64_t serial, DeliveryRef delivery) {
+  ++reads_running_;
+  disk_.Add([this, session_id, serial, delivery] {
+    absl::StatusOr<AlignedBuffer> own = parts_.spiller->Load(&delivery->pin);
+    delivery->loaded = own.status();
+    if (own.ok()) {
+      delivery->own = *std::move(own);
+      Gather(delivery.get());
+    }
+    parts_.transport->Post([this, session_id, serial, delivery] {
+      --reads_running_;
+      PumpDisk();
+      Loaded(session_id, serial, delivery);
+    });
+  });
+}
+
+void DataPlane::DropReads(Session* session) {
+  for (const uint64_t serial : reads_.Drop(session->id)) {
+    session->sending.erase(serial);
+    --bulks_count_;
+  }
 }
 
 void DataPlane::Gather(Delivery* delivery) {

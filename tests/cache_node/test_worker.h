@@ -123,6 +123,14 @@ class TestWorker final : public ConnectionHandler {
     return delivered_[request_id].size();
   }
 
+  // On the transport's thread, where deliveries come: what a test must order with them.
+  void OnTransport(std::function<void()> work) { OnThread(std::move(work)); }
+  // From OnTransport only.
+  void SendNow(MessageType type, const std::string& message) { connection_->Send(type, message); }
+  void set_on_delivery(std::function<void()> on_delivery) {
+    OnThread([&] { on_delivery_ = std::move(on_delivery); });
+  }
+
   // From now on deliveries are neither received nor refused, until ReceiveHeld.
   void HoldDeliveries() {
     OnThread([this] { hold_ = true; });
@@ -174,6 +182,7 @@ class TestWorker final : public ConnectionHandler {
     EXPECT_EQ(type, MessageType::kObjectDelivery);
     v1::ObjectDelivery delivery;
     EXPECT_TRUE(delivery.ParseFromString(std::string(header)));
+    if (on_delivery_) on_delivery_();
     if (hold_) {
       held_.emplace_back(delivery, std::move(payload));
       MutexLock lock(&mu_);
@@ -227,6 +236,7 @@ class TestWorker final : public ConnectionHandler {
   // Owned by the transport's thread.
   Connection* connection_ = nullptr;
   bool hold_ = false;
+  std::function<void()> on_delivery_;
   std::vector<std::pair<v1::ObjectDelivery, std::unique_ptr<BulkReceive>>> held_;
 
   Mutex mu_;
