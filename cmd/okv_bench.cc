@@ -16,6 +16,10 @@
 #include "cmd/bench/peer.h"
 #include "cmd/bench/quality.h"
 #include "proto/status_macros.h"
+#ifdef OKV_HAVE_CACHE_NODE
+#include "cmd/bench/restart.h"
+#include "cmd/bench/tiers.h"
+#endif
 #ifdef OKV_HAVE_CUDA
 #include "cmd/bench/cuda_attend.h"
 #include "cmd/bench/cuda_codec.h"
@@ -36,17 +40,17 @@ ABSL_FLAG(bool, controls, false,
           "quality: also what must fail and what must pass, around the first rotation set");
 ABSL_FLAG(uint32_t, recall_tokens, 2048, "quality: tokens of a passage to recall; 0 = no recall");
 ABSL_FLAG(uint32_t, recall_passages, 4, "quality: passages, from the text's beginning");
-ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core");
+ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core, tiers: as a node");
 ABSL_FLAG(uint64_t, seed, 1, "seed of the bootstrap");
 ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r4096,256r4096",
           "attend: BATCHxCONTEXT, or BATCHrCONTEXT for lengths from 1 to CONTEXT, comma-separated");
 ABSL_FLAG(std::string, prefill_shapes, "1x8192,1x2048+32768,1x8192+32768,1x512+32768,8x1024",
           "prefill: REQUESTSxNEW or REQUESTSxNEW+HISTORY tokens, comma-separated");
 ABSL_FLAG(uint32_t, query_heads, 32, "attend, prefill: query heads");
-ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands, fetch, peer: KV heads");
-ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands, fetch, peer: 64, 128 or 256");
+ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands, fetch, peer, tiers: KV heads");
+ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands, fetch, peer, tiers: 64, 128 or 256");
 ABSL_FLAG(uint32_t, group_size, 128,
-          "GPU commands, fetch, peer: channels of one scale, 32 to head_dim");
+          "GPU commands, fetch, peer, tiers: channels of one scale, 32 to head_dim");
 ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
 ABSL_FLAG(uint32_t, rotation_heads, 1, "GPU commands: rotations a layer, 1 or kv_heads");
 ABSL_FLAG(double, query_sigma, 1.0,
@@ -59,8 +63,8 @@ ABSL_FLAG(
 ABSL_FLAG(uint32_t, covariance_layer, 18, "attend: layer of --covariances, for all layers");
 ABSL_FLAG(uint32_t, chunk_tokens, 8192, "quantize, dequantize: tokens, a multiple of 64");
 ABSL_FLAG(uint32_t, layers, 36,
-          "GPU commands, peer: layers with data of their own, one CUDA graph");
-ABSL_FLAG(uint32_t, rounds, 9, "GPU commands, fetch, peer: timed rounds, the median counts");
+          "GPU commands: layers with data of their own, one CUDA graph; peer, tiers: of a block");
+ABSL_FLAG(uint32_t, rounds, 9, "GPU commands, fetch, peer, tiers: timed rounds, the median counts");
 ABSL_FLAG(std::string, transports, "tcp,self;all",
           "fetch: UCX_TLS lists of node and reader, semicolon-separated");
 ABSL_FLAG(std::string, block_layers, "2,7,36", "fetch: layers of a block, which give its size");
@@ -73,6 +77,9 @@ ABSL_FLAG(std::string, mooncake_script, "tests/bench/mooncake_peer.py", "peer: w
 ABSL_FLAG(uint32_t, peer_tokens, 8192, "peer: tokens of a round, a multiple of 64");
 ABSL_FLAG(uint32_t, request_blocks, 8, "peer: blocks of a put or get");
 ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch, peer: where the services put their files");
+ABSL_FLAG(std::string, dir, "", "tiers, restart: directory on the disk to measure");
+ABSL_FLAG(uint64_t, bytes, uint64_t{1} << 30, "tiers: payload a round");
+ABSL_FLAG(uint32_t, objects, 1'000'000, "restart: blocks to find again");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
@@ -146,6 +153,30 @@ absl::Status Peer() {
                         .group_size = absl::GetFlag(FLAGS_group_size),
                         .directory = absl::GetFlag(FLAGS_scratch_dir)}));
 }
+
+#ifdef OKV_HAVE_CACHE_NODE
+absl::Status TiersBench() {
+  const uint32_t threads = absl::GetFlag(FLAGS_threads);
+  return Print(RunTiers({.directory = absl::GetFlag(FLAGS_dir),
+                         .shape = {.layers = absl::GetFlag(FLAGS_layers),
+                                   .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+                                   .head_dim = absl::GetFlag(FLAGS_head_dim),
+                                   .group_size = absl::GetFlag(FLAGS_group_size)},
+                         .bytes = absl::GetFlag(FLAGS_bytes),
+                         .threads = threads == 0 ? 2 : threads,
+                         .rounds = absl::GetFlag(FLAGS_rounds)}));
+}
+absl::Status RestartBench() {
+  return Print(
+      RunRestart({.directory = absl::GetFlag(FLAGS_dir), .objects = absl::GetFlag(FLAGS_objects)}));
+}
+#else
+absl::Status WithoutNode() {
+  return absl::UnimplementedError("this okv-bench was built without cache_node");
+}
+constexpr auto TiersBench = WithoutNode;
+constexpr auto RestartBench = WithoutNode;
+#endif
 
 #ifdef OKV_HAVE_CUDA
 template <class Options>
@@ -230,16 +261,17 @@ constexpr Command kCommands[] = {{"nll", Nll},
                                  {"dequantize", DequantizeBench},
                                  {"verify", VerifyBench},
                                  {"fetch", Fetch},
-                                 {"peer", Peer}};
+                                 {"peer", Peer},
+                                 {"tiers", TiersBench},
+                                 {"restart", RestartBench}};
 
 }  // namespace
 }  // namespace okv
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify|fetch|peer [flags]; "
-      "--helpfull "
-      "lists the flags");
+      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify|fetch|peer|tiers|restart "
+      "[flags]; --helpfull lists the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";
   for (const okv::Command& command : okv::kCommands) {
