@@ -693,7 +693,10 @@ absl::Status UcxTransport::StartUcx() {
   // either.
   static const int tcp_segment =
       setenv("UCX_TCP_RX_SEG_SIZE", absl::StrCat(kTcpSegmentBytes).c_str(), /*overwrite=*/1);
-  OKV_CHECK(reuse_address == 0 && tcp_put == 0 && tcp_segment == 0);
+  // Otherwise the transport's thread itself waits in connect(), for minutes when the link is down,
+  // and no deadline of any connection is kept.
+  static const int connect_async = setenv("UCX_TCP_CONN_NB", "y", /*overwrite=*/0);
+  OKV_CHECK(reuse_address == 0 && tcp_put == 0 && tcp_segment == 0 && connect_async == 0);
   ucp_config_t* config = nullptr;
   absl::Status configured = ReadConfig(&config);
   ucs_status_t status = UCS_OK;

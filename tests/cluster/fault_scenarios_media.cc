@@ -118,9 +118,11 @@ std::string CutLink(Round* round) {
   const Round::Put put = {.blocks = ChainBlocks(1, 1, 60)};
   const Round::Fetch fetch = {
       .blocks = ChainBlocks(0, 0, 61), .deadline = Millis(700), .keep = true};
+  const bool connected = round->Pick(0, 1) == 1;  // Half of the links go while they are made.
+  if (connected) round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 4)}, Mode::kStrict);
   round->SendPut(writer, put);
   round->SendFetch(reader, fetch);
-  round->RandomPause(20);
+  round->RandomPause(connected ? 12 : 30);
   link->Set(false);
   size_t cut = 0;
   for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {

@@ -45,6 +45,7 @@ class FaultWorker {
   void Send(const Json& command);
   // The next answer; nothing when it ended or `timeout` passed.
   std::optional<Json> Await(std::chrono::milliseconds timeout);
+  bool running() { return !Reap(); }
   void Signal(int signal) const;
   // Closes its standard input and waits for its end: the exit code, 128 + n for a death by signal
   // n, -1 after `timeout`.
