@@ -57,7 +57,7 @@ struct DataPlaneOptions {
   // what it pins.
   int64_t stall_nanos = 5'000'000'000;
 
-  RecheckerOptions recheck;
+  RecheckerOptions recheck = {};
 
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
