@@ -168,6 +168,7 @@ void UcxConnection::SendBulk(MessageType type, absl::string_view header,
   UcxOperation* operation = owned.get();
   sends_[sequence] = std::move(owned);
   ++pending_;
+  ++transport_->bulks_count_;
   const ucp_request_param_t param =
       SendParam(operation, UCP_AM_SEND_FLAG_RNDV | UCP_AM_SEND_FLAG_REPLY);
   Started(operation,
@@ -189,6 +190,7 @@ void UcxConnection::StartReceive(UcxBulkReceive* bulk, absl::Span<uint8_t> buffe
                                        .sequence = bulk->sequence_,
                                        .done = std::move(done)});
   ++pending_;
+  ++transport_->bulks_count_;
   ucp_request_param_t param = {};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = OnReceived;
@@ -230,6 +232,7 @@ void UcxConnection::OnCompleted(UcxOperation* operation, ucs_status_t status) {
                         .status = status});
       return;
     case UcxOperation::Kind::kReceive:
+      --transport_->bulks_count_;
       transport_->Push({.kind = Event::Kind::kReceived,
                         .connection = this,
                         .operation = operation,
@@ -329,6 +332,7 @@ void UcxConnection::FinishSend(UcxOperation* operation) {
   OKV_CHECK(found != sends_.end());
   const std::unique_ptr<UcxOperation> owned = std::move(found->second);
   sends_.erase(found);
+  --transport_->bulks_count_;
   owned->done(owned->refused ? absl::AbortedError("the receiver refused it") : absl::OkStatus());
 }
 
@@ -384,6 +388,7 @@ void UcxConnection::Finish() {
   const absl::Status status = ClosedStatus();
   while (!sends_.empty() || !late_dones_.empty()) {
     const auto sends = std::exchange(sends_, {});
+    transport_->bulks_count_ -= sends.size();
     for (const auto& [sequence, operation] : sends) {
       // Every byte there, says the receiver; that the connection broke afterwards changes nothing.
       const bool arrived = operation->answered && !operation->refused;
@@ -482,7 +487,8 @@ void UcxTransport::Run() {
       MutexLock lock(&mu_);
       if (stopping_) return;
     }
-    if (std::chrono::steady_clock::now() - idle_since >= kSpin) Sleep();
+    const auto spin = bulks_count_ > 0 ? kSpinBulks : kSpin;
+    if (std::chrono::steady_clock::now() - idle_since >= spin) Sleep();
   }
 }
 
@@ -778,6 +784,7 @@ void UcxTransport::StopUcx() {
       OKV_CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(30));
     }
     RunPosted();
+    OKV_CHECK(bulks_count_ == 0);
     for (ucp_mem_h memory : memories_) ucp_mem_unmap(context_, memory);
     ucp_worker_destroy(worker_);
   }

@@ -40,6 +40,10 @@ static_assert(static_cast<unsigned>(MessageType::kHello) > kAckId);
 // Spinning a while before sleeping saves the two context switches (about 10 us) of a reply that is
 // on its way; more would take a core from whoever shares the machine.
 inline constexpr std::chrono::microseconds kSpin(20);
+// The same while payloads are under way: the next piece of one takes that long, and on a machine
+// with other work a thread that slept waits for its turn again. Fetches of 32 x 1.27 MB over TCP
+// beside builds: 3.2 GB/s with 20 us, 3.55 with 200, at the same CPU time a byte.
+inline constexpr std::chrono::microseconds kSpinBulks(200);
 // How many calls of ucp_worker_progress before events and posted work get their turn.
 inline constexpr int kProgressMax = 256;
 // A payload over TCP comes in messages of this size, each read from the socket into a buffer and
@@ -251,6 +255,7 @@ class UcxTransport final : public Transport {
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   int ucx_fd_ = -1;
+  size_t bulks_count_ = 0;  // Payloads under way, of all connections.
   int armed_in_vain_ = 0;  // Times in a row that UCX refused to sleep and had nothing to do.
   size_t header_bytes_max_ = 0;
   ucp_listener_h listener_ = nullptr;
