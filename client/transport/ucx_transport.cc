@@ -534,9 +534,8 @@ bool UcxTransport::RunPosted() {
 void UcxTransport::Sleep() {
   const ucs_status_t status = ucp_worker_arm(worker_);
   if (status == UCS_ERR_BUSY) {
-    // Once: something arrived since the last Step. Again and again with nothing to do in between:
-    // a full shared-memory queue, which wakes nobody when the peer makes room. The peer may be
-    // waiting for this core (seen: 150 ms of two processes spinning in turns).
+    // Again, with nothing done in between: a full shared-memory queue, which wakes nobody when the
+    // peer makes room. The peer may wait for this core (seen: 150 ms of both spinning in turns).
     if (++armed_in_vain_ > 1) sched_yield();
     return;
   }
@@ -695,8 +694,7 @@ absl::Status UcxTransport::StartUcx() {
   // it no longer waits for, and UCX 1.13 aborts the process (tcp_ep.c: PUT_TX_WAITING_ACK): any
   // worker that cuts a fetch could end a node. Messages carry the payload as well.
   static const int tcp_put = setenv("UCX_TCP_PUT_ENABLE", "n", /*overwrite=*/0);
-  // Not the operator's choice: both ends must have the same. ucp_config_modify does not reach it
-  // either.
+  // Not the operator's choice: both ends must have the same.
   static const int tcp_segment =
       setenv("UCX_TCP_RX_SEG_SIZE", absl::StrCat(kTcpSegmentBytes).c_str(), /*overwrite=*/1);
   // Otherwise the transport's thread itself waits in connect(), for minutes when the link is down,

@@ -256,7 +256,7 @@ class UcxTransport final : public Transport {
   ucp_worker_h worker_ = nullptr;
   int ucx_fd_ = -1;
   size_t bulks_count_ = 0;  // Payloads under way, of all connections.
-  int armed_in_vain_ = 0;  // Times in a row that UCX refused to sleep and had nothing to do.
+  int armed_in_vain_ = 0;   // Times in a row that UCX refused to sleep and had nothing to do.
   size_t header_bytes_max_ = 0;
   ucp_listener_h listener_ = nullptr;
   AcceptHandler* acceptor_ = nullptr;
