@@ -63,6 +63,7 @@ void BlockTable::Commit(WriteClaim claim, ObjectRef object, Extent extent) {
   auto entry = std::make_unique<Entry>();
   entry->object = std::move(object);
   entry->used = ++uses_count_;
+  entry->tenant = TenantOf(*entry->object);
   Count(*entry, /*add=*/true);
   SetDram(entry.get(), std::move(extent));
   const bool is_new = entries_.emplace(id, std::move(entry)).second;
@@ -84,6 +85,7 @@ size_t BlockTable::AdoptFromDisk(std::vector<Adopted> adopted) {
     Entry* entry = slot->second.get();
     entry->object = std::move(found.object);
     entry->used = ++uses_count_;
+    entry->tenant = TenantOf(*entry->object);
     Count(*entry, /*add=*/true);
     SetPlace(entry, found.place);
     ++count;
@@ -122,15 +124,32 @@ std::vector<ObjectPin> BlockTable::PinColdest(const ColdestQuery& query) {
   std::vector<ObjectPin> pins;
   uint64_t bytes = 0;
   MutexLock lock(&mu_);
+  for (const bool over_only : {true, false}) {
+    if (over_only && !AnyTenantOver()) continue;
+    PinColdestLocked(query, over_only, &bytes, &pins);
+  }
+  return pins;
+}
+
+void BlockTable::PinColdestLocked(const ColdestQuery& query, bool over_only, uint64_t* bytes,
+                                  std::vector<ObjectPin>* pins) {
   for (Entry* entry : in_dram_) {
-    if (bytes >= query.bytes || pins.size() >= query.objects_max) break;
+    if (*bytes >= query.bytes || pins->size() >= query.objects_max) break;
+    if (over_only && !entry->tenant->over()) continue;
     if (entry->pins > 0 || entry->doomed) continue;
     if (query.where == Where::kOnDiskToo && !entry->place.known()) continue;
     if (query.where == Where::kOnlyInDram && entry->place.known()) continue;
-    bytes += entry->dram.size();
-    pins.push_back(PinLocked(entry));
+    *bytes += entry->dram.size();
+    pins->push_back(PinLocked(entry));
   }
-  return pins;
+}
+
+bool BlockTable::NoteLoad(const ObjectPin& pin, uint64_t window_bytes) {
+  MutexLock lock(&mu_);
+  Entry* entry = pin.entry_;
+  loaded_bytes_ += entry->object->header.payload_bytes;
+  const uint64_t before = std::exchange(entry->loaded, loaded_bytes_);
+  return before != 0 && loaded_bytes_ - before <= window_bytes;
 }
 
 void BlockTable::MarkOnDisk(const ObjectPin& pin, const DiskPlace& place) {
@@ -162,8 +181,14 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
   std::vector<ColdObject> cold;
   absl::flat_hash_set<const Entry*> taken;
   absl::flat_hash_map<uint64_t, uint32_t> taken_children;
+  absl::flat_hash_map<const internal::TenantUse*, uint64_t> taken_of;
   uint64_t taken_bytes = 0;
   MutexLock lock(&mu_);
+  const auto over = [&](const Entry& entry) {
+    const auto gone = taken_of.find(entry.tenant);
+    return entry.tenant->payload_bytes - (gone == taken_of.end() ? 0 : gone->second) >
+           entry.tenant->budget_bytes;
+  };
   // A fetch touches its prefix from the beginning, so a block is colder than its children: it is
   // passed over first, and taken when the last of them was.
   const auto take = [&](Entry* entry, uint64_t used_max) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -177,8 +202,10 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
     cold.push_back({.id = header.id,
                     .place = entry->place,
                     .in_dram = !entry->dram.empty(),
+                    .over_budget = over(*entry),
                     .payload_bytes = header.payload_bytes});
     taken_bytes += header.payload_bytes;
+    taken_of[entry->tenant] += header.payload_bytes;
     if (header.parent.has_value()) ++taken_children[ShortKey(*header.parent)];
     return true;
   };
@@ -194,9 +221,12 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
       }
     }
   };
-  for (Entry* entry : on_disk_) {
-    if (taken_bytes >= query.bytes) break;
-    take_with_parents(entry);
+  for (const bool over_only : {true, false}) {
+    if (over_only && !AnyTenantOver()) continue;
+    for (Entry* entry : on_disk_) {
+      if (taken_bytes >= query.bytes) break;
+      if (!over_only || over(*entry)) take_with_parents(entry);
+    }
   }
   if (!query.with_dram) return cold;
   for (Entry* entry : in_dram_) {
@@ -230,6 +260,22 @@ std::vector<ObjectPin> BlockTable::PinGroup(uint32_t group) {
   if (found == groups_.end()) return pins;
   for (Entry* entry : *found->second) pins.push_back(PinLocked(entry));
   return pins;
+}
+
+internal::TenantUse* BlockTable::TenantOf(const HeldObject& object) {
+  std::unique_ptr<internal::TenantUse>& use = tenants_[object.tenant];
+  if (use == nullptr) {
+    use = std::make_unique<internal::TenantUse>();
+    use->budget_bytes = budgets_.Of(object.tenant);
+  }
+  return use.get();
+}
+
+bool BlockTable::AnyTenantOver() const {
+  for (const auto& [tenant, use] : tenants_) {
+    if (use->over()) return true;
+  }
+  return false;
 }
 
 bool BlockTable::Doom(const ObjectPin& pin) {
@@ -352,6 +398,7 @@ void BlockTable::Count(const Entry& entry, bool add) {
   codec.stored_bytes += sign * entry.object->header.payload_bytes;
   codec.logical_bytes += sign * entry.object->logical_bytes();
   stats_.objects_count += sign;
+  entry.tenant->payload_bytes += sign * entry.object->header.payload_bytes;
   if (!entry.object->header.parent.has_value()) return;
   const auto children = children_.try_emplace(ShortKey(*entry.object->header.parent)).first;
   children->second += static_cast<uint32_t>(sign);

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "cache_node/tenant_budgets.h"
 #include "cache_node/tiers/dram_tier.h"
 #include "cache_node/tiers/tier.h"
 #include "cache_node/use_list.h"
@@ -26,6 +27,12 @@ namespace okv {
 class BlockTable;
 
 namespace internal {
+// What one tenant holds.
+struct TenantUse {
+  uint64_t payload_bytes = 0;
+  uint64_t budget_bytes = 0;
+  bool over() const { return payload_bytes > budget_bytes; }
+};
 struct InDram {};
 struct OnDisk {};
 struct InGroup {};
@@ -35,7 +42,9 @@ struct TableEntry : ListHook<InDram>, ListHook<OnDisk>, ListHook<InGroup> {
   ObjectRef object;
   absl::Span<const uint8_t> dram;  // Empty: not in DRAM.
   DiskPlace place;                 // Unknown: not on disk.
-  uint64_t used = 0;               // The table's count of uses at the last one.
+  TenantUse* tenant = nullptr;
+  uint64_t used = 0;    // The table's count of uses at the last one.
+  uint64_t loaded = 0;  // The table's count of loaded bytes at the last load; 0: none.
   uint32_t pins = 0;
   bool doomed = false;    // Nobody may pin it any more.
   bool released = false;  // Doomed, and its disk copy is gone: the last unpin forgets it.
@@ -125,6 +134,7 @@ struct ColdObject {
   ObjectId id;
   DiskPlace place;  // Unknown: only in DRAM.
   bool in_dram = false;
+  bool over_budget = false;  // Its tenant's turn, not its own.
   uint64_t payload_bytes = 0;
 };
 
@@ -133,7 +143,8 @@ struct ColdObject {
 // `dram` outlives it. Lock order: the table's, the DRAM tier's, the pool's.
 class BlockTable {
  public:
-  explicit BlockTable(DramTier* dram) : dram_(dram) {}
+  explicit BlockTable(DramTier* dram, const TenantBudgets& budgets = {})
+      : dram_(dram), budgets_(budgets) {}
   ~BlockTable();
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
@@ -162,8 +173,12 @@ class BlockTable {
     size_t objects_max = 0;  // or this many.
     Where where = Where::kAnywhere;
   };
-  // Pins the least recently used objects in DRAM that nobody pins. Not a use.
+  // Pins the least recently used objects in DRAM that nobody pins, those of tenants over their
+  // budget first. Not a use.
   std::vector<ObjectPin> PinColdest(const ColdestQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
+  // The object is about to be read from disk. True when it was before, and no more than
+  // `window_bytes` of payload were read since.
+  bool NoteLoad(const ObjectPin& pin, uint64_t window_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   // A durable copy is on disk, at a place that may be new. REQUIRES: place.known().
   void MarkOnDisk(const ObjectPin& pin, const DiskPlace& place) ABSL_LOCKS_EXCLUDED(mu_);
   // Gives the pin back and, if the object is on disk and no other pin is left, its DRAM copy.
@@ -174,7 +189,8 @@ class BlockTable {
     uint64_t bytes = 0;      // Until this much is found.
     bool with_dram = false;  // Then also what DRAM holds, after what only the disk does.
   };
-  // The least recently used objects that nobody pins: what may leave the node. Never a block before
+  // The least recently used objects that nobody pins: what may leave the node, with
+  // those of tenants over their budget first, as far as these are. Never a block before
   // its children here: children come first, and one whose child is not among them is left out.
   // O(what is looked at), under the table's lock.
   std::vector<ColdObject> Cold(const ColdQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
@@ -208,6 +224,8 @@ class BlockTable {
   void Unclaim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
 
   void UnpinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PinColdestLocked(const ColdestQuery& query, bool over_only, uint64_t* bytes,
+                        std::vector<ObjectPin>* pins) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   ObjectPin PinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DoomLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void SetDram(Entry* entry, Extent extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -223,12 +241,20 @@ class BlockTable {
   // Adds or takes away what the object counts as.
   void Count(const Entry& entry, bool add) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
+  internal::TenantUse* TenantOf(const HeldObject& object) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool AnyTenantOver() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   DramTier* const dram_;
+  const TenantBudgets budgets_;
 
   mutable Mutex mu_;
   absl::flat_hash_map<ObjectId, std::unique_ptr<Entry>> entries_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_set<ObjectId> claims_ ABSL_GUARDED_BY(mu_);
+  // Everybody who holds something, or did: as many as there are tenants.
+  absl::flat_hash_map<std::string, std::unique_ptr<internal::TenantUse>> tenants_
+      ABSL_GUARDED_BY(mu_);
   uint64_t uses_count_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t loaded_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   // In DRAM; on disk: the coldest first.
   DramList in_dram_ ABSL_GUARDED_BY(mu_);
   DiskList on_disk_ ABSL_GUARDED_BY(mu_);

@@ -105,18 +105,22 @@ Evictor::Plan Evictor::Choose(std::vector<ColdObject> cold, uint64_t goal_bytes,
 
 absl::Status Evictor::Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason) {
   std::vector<ObjectPin> doomed = parts_.table->DoomCold(plan.cold);
+  absl::flat_hash_set<ObjectId> over_budget;
+  for (const ColdObject& object : plan.cold) {
+    if (object.over_budget) over_budget.insert(object.id);
+  }
   std::vector<ObjectId> ids;
-  uint64_t bytes = 0;
   for (const ObjectPin& pin : doomed) {
     ids.push_back(pin.id());
-    bytes += pin.object().header.payload_bytes;
+    parts_.metrics->Evicted(
+        over_budget.contains(pin.id()) ? NodeMetrics::Eviction::kTenantBudget : reason,
+        /*objects_count=*/1, pin.object().header.payload_bytes);
   }
   // A removal that fails leaves rows: a restart finds the objects again, whole.
   const absl::Status removed = parts_.disk->RemoveAll(ids);
   for (ObjectPin& pin : doomed) parts_.table->Forget(std::move(pin));
   const absl::Status why = absl::ResourceExhaustedError("evicted: the disk tier is full");
   for (const ObjectId& id : ids) parts_.on_removed(id, why);
-  parts_.metrics->Evicted(reason, ids.size(), bytes);
   OKV_RETURN_IF_ERROR(removed);
   OKV_RETURN_IF_ERROR(Move(plan.groups, group_bytes));
   return parts_.disk->Flush();
@@ -163,7 +167,8 @@ absl::Status Evictor::MoveSome(std::vector<ObjectPin> pins) {
     moved.push_back(std::move(pin));
   }
   if (writes.empty()) return absl::OkStatus();
-  OKV_ASSIGN_OR_RETURN(const std::vector<DiskPlace> places, parts_.disk->Store(writes));
+  OKV_ASSIGN_OR_RETURN(const std::vector<DiskPlace> places,
+                       parts_.disk->Store(writes, [](size_t) { return true; }));
   for (size_t i = 0; i < moved.size(); ++i) parts_.table->MarkOnDisk(moved[i], places[i]);
   return absl::OkStatus();
 }

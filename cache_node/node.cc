@@ -74,6 +74,7 @@ StorageOptions Node::MakeStorageOptions() const {
                   .node_id = options_.node_id,
                   .free_floor_bytes = options_.disk_free_floor_bytes};
   options.spill = options_.spill;
+  options.tenant_budgets = options_.tenant_budgets;
   return options;
 }
 

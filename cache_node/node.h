@@ -34,6 +34,7 @@ struct NodeOptions {
   std::chrono::milliseconds control_timeout{30'000};  // At start; afterwards it tries for ever.
   std::chrono::milliseconds spill_timeout{20'000};    // At stop.
   SpillerOptions spill;
+  TenantBudgets tenant_budgets;
   DataPlaneOptions data_plane;
 
   // kInvalidArgument naming the field.

@@ -106,6 +106,9 @@ NodeMetrics::NodeMetrics()
       promoted_bytes_(&Counters(&registry_, "okv_node_promoted_bytes_total",
                                 "Payload bytes copied from disk to DRAM and kept there")
                            ->Add({})),
+      passed_bytes_(&Counters(&registry_, "okv_node_passed_bytes_total",
+                              "Payload bytes read from disk for one use and not kept in DRAM")
+                         ->Add({})),
       fetch_seconds_(Seconds(&registry_, "okv_node_fetch_seconds",
                              "From a fetch request to the end of one object's transfer",
                              kFetchBuckets)),
@@ -160,6 +163,10 @@ void NodeMetrics::Spilled(uint64_t payload_bytes) {
 
 void NodeMetrics::Promoted(uint64_t payload_bytes) {
   promoted_bytes_->Increment(static_cast<double>(payload_bytes));
+}
+
+void NodeMetrics::Passed(uint64_t payload_bytes) {
+  passed_bytes_->Increment(static_cast<double>(payload_bytes));
 }
 
 void NodeMetrics::SpillFailed(absl::StatusCode code) {

@@ -46,6 +46,8 @@ class NodeMetrics {
   void BlockAbandoned();
   void Spilled(uint64_t payload_bytes);
   void Promoted(uint64_t payload_bytes);
+  // Read from disk for one use, and not kept in DRAM.
+  void Passed(uint64_t payload_bytes);
   // The disk could not take a group.
   void SpillFailed(absl::StatusCode code);
   enum class Eviction { kDiskLimit, kFreeFloor, kTenantBudget };
@@ -77,6 +79,7 @@ class NodeMetrics {
   prometheus::Family<prometheus::Counter>* const spill_failures_;
   prometheus::Counter* const spilled_bytes_;
   prometheus::Counter* const promoted_bytes_;
+  prometheus::Counter* const passed_bytes_;
   prometheus::Histogram* const fetch_seconds_;
   prometheus::Histogram* const verify_seconds_;
 

@@ -230,10 +230,6 @@ absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
       clean.push_back(std::move(pin));
       continue;
     }
-    if (const absl::Status status = Verify(pin.object(), pin.dram()); !status.ok()) {
-      Quarantine(std::move(pin), *parts_.dram, status);
-      continue;
-    }
     group.push_back({.object = pin.object_ref(), .payload = pin.dram()});
     cost_bytes += parts_.disk->CostBytes(pin.object());
     payload_bytes += pin.object().header.payload_bytes;
@@ -241,10 +237,15 @@ absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
   }
   *pins = std::move(clean);
   if (group.empty()) return absl::OkStatus();
+  std::vector<absl::Status> checks(group.size());
+  const auto keep = [&](size_t i) {
+    checks[i] = Verify(*group[i].object, group[i].payload);
+    return checks[i].ok();
+  };
   std::vector<DiskPlace> places;
   absl::Status status = evictor_.MakeRoom(cost_bytes, GroupBytes());
   if (status.ok()) {
-    absl::StatusOr<std::vector<DiskPlace>> stored = parts_.disk->Store(group);
+    absl::StatusOr<std::vector<DiskPlace>> stored = parts_.disk->Store(group, keep);
     status = stored.status();
     if (stored.ok()) places = *std::move(stored);
   }
@@ -253,6 +254,10 @@ absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
   if (*disk_full) return absl::OkStatus();
   OKV_RETURN_IF_ERROR(status);
   for (size_t i = 0; i < dirty.size(); ++i) {
+    if (!checks[i].ok()) {
+      Quarantine(std::move(dirty[i]), *parts_.dram, checks[i]);
+      continue;
+    }
     parts_.table->MarkOnDisk(dirty[i], places[i]);
     pins->push_back(std::move(dirty[i]));
   }
@@ -297,7 +302,7 @@ absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
   if (!pin->dram().empty()) return nullptr;  // Another load was faster.
   const HeldObject& object = pin->object();
   const size_t bytes = object.header.payload_bytes;
-  absl::StatusOr<Extent> extent = AllocateNow(bytes);
+  absl::StatusOr<Extent> extent = AllocateForLoad(*pin);
   AlignedBuffer own;
   if (!extent.ok()) own = AllocateAligned(bytes);
   const absl::Span<uint8_t> buffer =
@@ -308,7 +313,10 @@ absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
     if (absl::IsDataLoss(status)) Quarantine(std::move(*pin), *parts_.disk, status);
     return status;
   }
-  if (!extent.ok()) return own;
+  if (!extent.ok()) {
+    parts_.metrics->Passed(bytes);
+    return own;
+  }
   parts_.table->AttachDram(*pin, *std::move(extent));
   parts_.metrics->Promoted(bytes);
   if (AboveWatermark(options_.high_watermark)) {
@@ -317,6 +325,18 @@ absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
     wake_.Signal();
   }
   return nullptr;
+}
+
+absl::StatusOr<Extent> Spiller::AllocateForLoad(const ObjectPin& pin) {
+  const uint64_t bytes = pin.object().header.payload_bytes;
+  const TierStats dram = parts_.dram->stats();
+  const bool again = parts_.table->NoteLoad(pin, dram.capacity_bytes);
+  const double free_limit = options_.low_watermark * static_cast<double>(dram.capacity_bytes);
+  if (static_cast<double>(dram.used_bytes + bytes) <= free_limit) {
+    return parts_.dram->Allocate(bytes);  // Nobody has to go for it.
+  }
+  if (again) return AllocateNow(bytes);
+  return absl::ResourceExhaustedError("a first use does not displace what DRAM holds");
 }
 
 absl::Status Spiller::ReadFromDisk(const ObjectPin& pin, absl::Span<uint8_t> buffer) {

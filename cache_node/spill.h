@@ -26,10 +26,10 @@ struct SpillerOptions {
   // Shares of the arena: spilling starts above the high one and ends below the low one.
   double high_watermark = 0.90;
   double low_watermark = 0.80;
-  // One group is one flush: large enough that the disk's sync (about 5 ms) costs little, small
-  // enough that whoever waits for room gets it soon. At most a sixteenth of the arena and of the
-  // disk's limit, but one object.
-  uint64_t group_bytes_max = uint64_t{32} << 20;
+  // One group is one file and three syncs: large enough that these cost little beside the writing,
+  // small enough that whoever waits for room gets it soon (45 ms at 1.5 GB/s). At most a sixteenth
+  // of the arena and of the disk's limit, but one object.
+  uint64_t group_bytes_max = uint64_t{64} << 20;
   size_t group_objects_max = 1024;
   size_t waiters_max = 4096;
   int64_t allocate_wait_nanos = 5'000'000'000;
@@ -72,8 +72,9 @@ class Spiller {
   size_t waiters_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says;
-  // else the payload itself, because DRAM had no room. kDataLoss when the disk's copy is damaged:
-  // it is quarantined and the pin gone. Other errors are the disk's. Blocks on the disk.
+  // else the payload itself, which DRAM had no room for, or not on its first use. kDataLoss when
+  // the disk's copy is damaged: it is quarantined and the pin gone. Other errors are the disk's.
+  // Blocks on the disk.
   absl::StatusOr<AlignedBuffer> Load(ObjectPin* pin);
 
   // Copies down what only DRAM holds, until the clock says deadline_nanos. Returns how many objects
@@ -102,6 +103,10 @@ class Spiller {
   // Frees DRAM copies that the disk has too, without any write. Returns the bytes freed.
   uint64_t EvictClean(uint64_t bytes);
   absl::StatusOr<Extent> AllocateNow(size_t bytes);
+  // Memory for an object on its way up, if it may stay there: with free memory always, without it
+  // from the second load on within a window as long as DRAM is large. So a scan over the disk
+  // displaces nothing, and what is used again is promoted.
+  absl::StatusOr<Extent> AllocateForLoad(const ObjectPin& pin);
   absl::Status ReadFromDisk(const ObjectPin& pin, absl::Span<uint8_t> buffer);
   // Evicts what limit and floor ask for while nothing is spilled: others fill the disk too.
   void WatchFloor();

@@ -28,7 +28,7 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
   }
   OKV_ASSIGN_OR_RETURN(storage->pool_, BlockPool::Create(pool));
   storage->dram_ = std::make_unique<DramTier>(storage->pool_.get());
-  storage->table_ = std::make_unique<BlockTable>(storage->dram_.get());
+  storage->table_ = std::make_unique<BlockTable>(storage->dram_.get(), options.tenant_budgets);
   OKV_RETURN_IF_ERROR(storage->AdoptDisk());
   storage->spiller_ =
       std::make_unique<Spiller>(options.spill, Spiller::Parts{.dram = storage->dram_.get(),

@@ -25,6 +25,7 @@ struct StorageOptions {
   BlockPoolOptions pool;
   RocksdbTierOptions disk;
   SpillerOptions spill;
+  TenantBudgets tenant_budgets;
 
   // kInvalidArgument naming the field.
   absl::Status Validate() const;

@@ -33,6 +33,10 @@ ABSL_FLAG(uint64_t, dram_bytes, uint64_t{1} << 30, "size of the DRAM arena");
 ABSL_FLAG(uint64_t, disk_bytes, uint64_t{16} << 30, "limit of the disk tier");
 ABSL_FLAG(uint64_t, disk_free_floor_bytes, 0,
           "free bytes on data_dir's file system below which nothing is spilled");
+ABSL_FLAG(
+    std::string, tenant_budgets, "",
+    "tenant=bytes,...,*=bytes: payload bytes beyond which a tenant's objects are the first to "
+    "go; '*' is who is not named; default: no budgets");
 ABSL_FLAG(std::string, node_id, "", "this node's name; default: the one data_dir remembers");
 ABSL_FLAG(std::string, ucx_tls, okv::UcxTransportOptions().tls,
           "transports, as UCX_TLS takes them");
@@ -55,13 +59,19 @@ void Log(const std::string& line) {
                line.c_str());
 }
 
-NodeOptions OptionsFromFlags() {
+absl::StatusOr<NodeOptions> OptionsFromFlags() {
   NodeOptions options;
   options.control_address = absl::GetFlag(FLAGS_control);
   options.listen_address = absl::GetFlag(FLAGS_listen);
   options.metrics_address = absl::GetFlag(FLAGS_metrics);
   options.data_dir = absl::GetFlag(FLAGS_data_dir);
   options.disk_free_floor_bytes = absl::GetFlag(FLAGS_disk_free_floor_bytes);
+  absl::StatusOr<TenantBudgets> budgets = TenantBudgets::Parse(absl::GetFlag(FLAGS_tenant_budgets));
+  if (!budgets.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--tenant_budgets: ", budgets.status().message()));
+  }
+  options.tenant_budgets = *std::move(budgets);
   options.node_id = absl::GetFlag(FLAGS_node_id);
   options.dram_bytes = absl::GetFlag(FLAGS_dram_bytes);
   options.disk_bytes = absl::GetFlag(FLAGS_disk_bytes);
@@ -72,7 +82,7 @@ NodeOptions OptionsFromFlags() {
 }
 
 absl::Status Run(const StopWaiter& wait_for_stop) {
-  const NodeOptions options = OptionsFromFlags();
+  OKV_ASSIGN_OR_RETURN(const NodeOptions options, OptionsFromFlags());
   OKV_RETURN_IF_ERROR(options.Validate());
   UcxTransportOptions ucx;
   ucx.tls = absl::GetFlag(FLAGS_ucx_tls);

@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <random>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "absl/memory/memory.h"
@@ -45,6 +46,7 @@ constexpr size_t kIndexBufferBytes = size_t{4} << 20;
 constexpr size_t kBlockCacheBytes = size_t{32} << 20;  // Index rows and filters.
 // RocksDB's logs of itself count against the limit: a few MB at most.
 constexpr size_t kManifestBytesMax = size_t{1} << 20;
+constexpr size_t kLogBytesMax = size_t{8} << 20;
 constexpr size_t kInfoLogBytesMax = size_t{256} << 10;
 
 // Tags of an index row, on disk: never renumber.
@@ -120,22 +122,16 @@ absl::Status FromRocksdb(absl::string_view what, const rocksdb::Status& status) 
   return absl::InternalError(text);
 }
 
-rocksdb::WriteOptions NoLog() {
-  rocksdb::WriteOptions options;
-  options.disableWAL = true;
-  return options;
-}
-
 rocksdb::DBOptions DatabaseOptions() {
   rocksdb::DBOptions options;
   options.create_if_missing = true;
   options.create_missing_column_families = true;
-  options.atomic_flush = true;
+  options.max_total_wal_size = kLogBytesMax;
   options.max_background_jobs = 2;
   options.keep_log_file_num = 2;
   options.max_log_file_size = kInfoLogBytesMax;
   options.max_manifest_file_size = kManifestBytesMax;
-  options.manifest_preallocation_size = 64 << 10;
+  options.allow_fallocate = false;  // What is preallocated is occupied, and not counted.
   options.info_log_level = rocksdb::WARN_LEVEL;
   options.stats_dump_period_sec = 0;
   return options;
@@ -264,8 +260,9 @@ absl::Status RocksdbTier::AdoptNodeId() {
   }
   if (!found.IsNotFound()) return FromRocksdb("reading the node id", found);
   node_id_ = options_.node_id.empty() ? RandomNodeId() : options_.node_id;
-  OKV_RETURN_IF_ERROR(FromRocksdb("writing the node id",
-                                  db_->Put(NoLog(), AsSlice(kNodeIdKey), AsSlice(node_id_))));
+  OKV_RETURN_IF_ERROR(
+      FromRocksdb("writing the node id",
+                  db_->Put(rocksdb::WriteOptions(), AsSlice(kNodeIdKey), AsSlice(node_id_))));
   return FlushLocked();
 }
 
@@ -389,7 +386,8 @@ absl::Status RocksdbTier::ResumeWrites() {
   OKV_RETURN_IF_ERROR(CountObjects());
   for (const auto& [id, canonical] : saved_formats_) {
     OKV_RETURN_IF_ERROR(FromRocksdb(
-        "writing a format", db_->Put(NoLog(), families_[kFormats], AsSlice(id.view()), canonical)));
+        "writing a format",
+        db_->Put(rocksdb::WriteOptions(), families_[kFormats], AsSlice(id.view()), canonical)));
   }
   write_failed_ = false;
   return absl::OkStatus();
@@ -412,18 +410,21 @@ absl::Status RocksdbTier::Put(absl::Span<const TierWrite> group) {
     if (found.ok()) return absl::AlreadyExistsError(absl::StrCat(id.key.Short(), " is on disk"));
     if (!absl::IsNotFound(found.status())) return found.status();
   }
-  return WriteGroup(group).status();
+  return WriteGroup(group, [](size_t) { return true; }).status();
 }
 
-absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::Store(absl::Span<const TierWrite> group) {
+absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::Store(absl::Span<const TierWrite> group,
+                                                          const std::function<bool(size_t)>& keep) {
   MutexLock lock(&write_mu_);
   OKV_RETURN_IF_ERROR(ResumeWrites());
-  OKV_ASSIGN_OR_RETURN(std::vector<DiskPlace> places, WriteGroup(group));
-  OKV_RETURN_IF_ERROR(FlushLocked());
+  OKV_ASSIGN_OR_RETURN(std::vector<DiskPlace> places, WriteGroup(group, keep));
+  // What this emptied stays until its objects' new places are known above: Flush deletes it.
+  OKV_RETURN_IF_ERROR(SyncLocked());
   return places;
 }
 
-absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(absl::Span<const TierWrite> group) {
+absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(
+    absl::Span<const TierWrite> group, const std::function<bool(size_t)>& keep) {
   uint64_t bytes = 0;
   uint64_t file_bytes = 0;
   std::vector<absl::Span<const uint8_t>> payloads;
@@ -434,38 +435,45 @@ absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(absl::Span<const 
     bytes += CostBytes(*write.object);
     file_bytes += DiskPagesBytes(write.payload.size());
     const absl::StatusOr<RowUse> old = FindUse(write.object->header.id);
-    if (old.ok()) moved.push_back(*old);
+    moved.push_back(old.ok() ? *old : RowUse{});
     // A damaged row is replaced too; other errors are the disk's.
     if (absl::IsUnavailable(old.status())) return old.status();
   }
   OKV_RETURN_IF_ERROR(CheckRoom(bytes));
   const uint32_t number = next_group_++;
-  OKV_ASSIGN_OR_RETURN(const std::vector<uint32_t> pages, files_->Write(number, payloads));
+  absl::StatusOr<std::vector<uint32_t>> pages = absl::UnknownError("");
+  std::thread writer([&] { pages = files_->Write(number, payloads); });
+  std::vector<bool> kept;
+  for (size_t i = 0; i < group.size(); ++i) kept.push_back(keep(i));
+  writer.join();
+  OKV_RETURN_IF_ERROR(pages.status());
   rocksdb::WriteBatch batch;
-  std::vector<DiskPlace> places;
+  std::vector<DiskPlace> places(group.size());
   for (size_t i = 0; i < group.size(); ++i) {
-    places.push_back({.group = number, .page = pages[i]});
+    if (!kept[i]) continue;
+    places[i] = {.group = number, .page = (*pages)[i]};
     batch.Put(families_[kIndex], RowKey(group[i].object->header.id),
               IndexRow(*group[i].object, places[i]));
   }
-  const absl::Status written = FromRocksdb("writing objects", db_->Write(NoLog(), &batch));
-  if (!written.ok()) {
-    write_failed_ = true;
-    // A file that stays goes at the next start.
-    files_->Delete(number).IgnoreError();
-    return written;
-  }
+  OKV_RETURN_IF_ERROR(Written("writing objects", db_->Write(rocksdb::WriteOptions(), &batch)));
   MutexLock lock(&mu_);
-  for (size_t i = 0; i < group.size(); ++i) {
-    CountAdded({.place = places[i],
-                .payload_bytes = payloads[i].size(),
-                .cost_bytes = CostBytes(*group[i].object)});
-  }
-  for (const RowUse& use : moved) CountRemoved(use);
   groups_[number].file_bytes = file_bytes;
   files_bytes_ += file_bytes;
   rows_bytes_ += bytes - file_bytes;
+  for (size_t i = 0; i < group.size(); ++i) {
+    if (!kept[i]) continue;
+    CountAdded({.place = places[i],
+                .payload_bytes = payloads[i].size(),
+                .cost_bytes = CostBytes(*group[i].object)});
+    if (moved[i].place.known()) CountRemoved(moved[i]);
+  }
+  if (groups_[number].live_objects == 0) emptied_.push_back(number);
   return places;
+}
+
+absl::Status RocksdbTier::Written(absl::string_view what, const rocksdb::Status& status) {
+  if (!status.ok()) write_failed_ = true;
+  return FromRocksdb(what, status);
 }
 
 absl::Status RocksdbTier::Flush() {
@@ -474,18 +482,19 @@ absl::Status RocksdbTier::Flush() {
   return FlushLocked();
 }
 
-absl::Status RocksdbTier::FlushLocked() {
-  const absl::Status status =
-      FromRocksdb("flushing the index", db_->Flush(rocksdb::FlushOptions(), families_));
-  if (!status.ok()) {
-    write_failed_ = true;
-    return status;
-  }
-  std::vector<uint32_t> kept;  // Those whose deletion failed: the next flush tries again.
+absl::Status RocksdbTier::SyncLocked() {
+  OKV_RETURN_IF_ERROR(Written("syncing the index's log", db_->SyncWAL()));
   const uint64_t index_bytes = IndexBytes();
   MutexLock lock(&mu_);
   index_bytes_ = index_bytes;
   rows_bytes_ = 0;
+  return absl::OkStatus();
+}
+
+absl::Status RocksdbTier::FlushLocked() {
+  OKV_RETURN_IF_ERROR(SyncLocked());
+  std::vector<uint32_t> kept;  // Those whose deletion failed: the next flush tries again.
+  MutexLock lock(&mu_);
   for (const uint32_t group : emptied_) {
     if (files_->Delete(group).ok()) {
       files_bytes_ -= groups_.at(group).file_bytes;
@@ -527,11 +536,7 @@ absl::Status RocksdbTier::RemoveAll(absl::Span<const ObjectId> ids) {
     batch.Delete(families_[kIndex], RowKey(id));
     if (use.ok()) removed.push_back(*use);  // A damaged row was never counted.
   }
-  const absl::Status written = FromRocksdb("removing objects", db_->Write(NoLog(), &batch));
-  if (!written.ok()) {
-    write_failed_ = true;
-    return written;
-  }
+  OKV_RETURN_IF_ERROR(Written("removing objects", db_->Write(rocksdb::WriteOptions(), &batch)));
   MutexLock counts_lock(&mu_);
   for (const RowUse& use : removed) CountRemoved(use);
   return absl::OkStatus();
@@ -574,7 +579,8 @@ absl::Status RocksdbTier::List(const Listing& listing) {
   }
   OKV_RETURN_IF_ERROR(FromRocksdb("listing objects", rows->status()));
   if (damaged.Count() == 0) return absl::OkStatus();
-  OKV_RETURN_IF_ERROR(FromRocksdb("removing damaged rows", db_->Write(NoLog(), &damaged)));
+  OKV_RETURN_IF_ERROR(
+      FromRocksdb("removing damaged rows", db_->Write(rocksdb::WriteOptions(), &damaged)));
   MutexLock counts_lock(&mu_);
   for (const RowUse& use : uses) CountRemoved(use);
   return absl::OkStatus();
@@ -606,8 +612,8 @@ absl::Status RocksdbTier::SaveFormat(const Format& format) {
   MutexLock lock(&write_mu_);
   OKV_RETURN_IF_ERROR(ResumeWrites());
   saved_formats_[id] = format.Canonical();
-  return FromRocksdb("writing a format", db_->Put(NoLog(), families_[kFormats], AsSlice(id.view()),
-                                                  saved_formats_[id]));
+  return FromRocksdb("writing a format", db_->Put(rocksdb::WriteOptions(), families_[kFormats],
+                                                  AsSlice(id.view()), saved_formats_[id]));
 }
 
 absl::StatusOr<std::vector<Format>> RocksdbTier::LoadFormats() {

@@ -2,6 +2,7 @@
 #define OKV_CACHE_NODE_TIERS_ROCKSDB_TIER_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -18,6 +19,7 @@
 namespace rocksdb {
 class ColumnFamilyHandle;
 class DB;
+class Status;
 }  // namespace rocksdb
 
 namespace okv {
@@ -44,11 +46,12 @@ struct GroupUse {
 //   index    (key, codec) -> tenant, encoded ObjectHeader, place   a restart reads only this
 //   formats  format id -> Format::Canonical()
 //   default  "node_id" -> the node's id
-// A group's file is durable before its rows are written, and its rows become durable together, with
-// the formats they need, in one atomic flush over all families. No write-ahead log: what it would
-// save is still in the tier above until Flush returned. A file goes when the removal of its last
-// row is durable, so that no row ever names bytes that are not there; a file without rows, which a
-// crash leaves, goes at the next start. Thread-safe: writes one at a time, reads beside them.
+// A group's file is durable before its rows are written, and its rows are one batch in the
+// write-ahead log, after the format they need: one sync makes them durable. (Without the
+// log each group would flush the memtables: several syncs, and a small file for each.) A file goes
+// when the removal of its last row is durable, so that no row ever names bytes that are not there;
+// a file without rows, which a crash leaves, goes at the next start. Thread-safe: writes one at a
+// time, reads beside them.
 class RocksdbTier final : public Tier {
  public:
   // kFailedPrecondition naming the directory when it cannot be created or written, is open in
@@ -67,10 +70,13 @@ class RocksdbTier final : public Tier {
   absl::Status List(const Listing& listing) override ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
   TierStats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Put and Flush in one: returns where each payload is, once that is durable. Objects that are
-  // here move: their old places are of no use from then on. kResourceExhausted when it does not
+  // Put, durable when it returns: where each payload is. Objects that are here move; their old
+  // places can be read until the next call after this one. kResourceExhausted when it does not
   // fit, or the disk is full; kUnavailable when the disk fails: the next call tries again.
-  absl::StatusOr<std::vector<DiskPlace>> Store(absl::Span<const TierWrite> group)
+  // `keep` is called for each of the group while the payloads are being written, on this thread:
+  // what it refuses is not stored, and its place stays unknown.
+  absl::StatusOr<std::vector<DiskPlace>> Store(absl::Span<const TierWrite> group,
+                                               const std::function<bool(size_t)>& keep)
       ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
   // Read without the index, by the place that Store or List told. kNotFound also when the object
   // has moved since: ask where it is now.
@@ -121,10 +127,16 @@ class RocksdbTier final : public Tier {
   absl::Status CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // After a failed write: RocksDB takes writes again, or is opened again.
   absl::Status ResumeWrites() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<std::vector<DiskPlace>> WriteGroup(absl::Span<const TierWrite> group)
+  absl::StatusOr<std::vector<DiskPlace>> WriteGroup(absl::Span<const TierWrite> group,
+                                                    const std::function<bool(size_t)>& keep)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // How a write of RocksDB's ended; a failed one is remembered.
+  absl::Status Written(absl::string_view what, const rocksdb::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   absl::Status CheckRoom(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status SyncLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // And deletes the groups that are empty.
   absl::Status FlushLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // What the row of `id` counts as; kNotFound.
   absl::StatusOr<RowUse> FindUse(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
@@ -156,7 +168,7 @@ class RocksdbTier final : public Tier {
   absl::flat_hash_map<uint32_t, Group> groups_ ABSL_GUARDED_BY(mu_);
   uint64_t files_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // Of groups_.
   uint64_t index_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // RocksDB's files.
-  uint64_t rows_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // Not in a file yet.
+  uint64_t rows_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // Written since those were counted.
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t objects_count_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -69,7 +69,7 @@ absl::Status Fill(const std::string& data_dir, const Format& format, uint32_t ob
     for (; next < objects && group.size() < kGroupObjects; ++next) {
       group.push_back({.object = BenchBlock(format, format_id, next, payload), .payload = payload});
     }
-    OKV_RETURN_IF_ERROR(storage->disk()->Store(group).status());
+    OKV_RETURN_IF_ERROR(storage->disk()->Store(group, [](size_t) { return true; }).status());
   }
   return absl::OkStatus();
 }

@@ -162,6 +162,35 @@ TEST_F(EvictTest, ARestartFindsWhatWasNotEvicted) {
   restarted.Close();
 }
 
+TEST_F(EvictTest, ATenantOverItsBudgetIsTheFirstToGo) {
+  StorageOptions options = SmallDisk(directory_.path());
+  options.tenant_budgets = *TenantBudgets::Parse("greedy=2000000");
+  Open(options);
+  // The modest tenant's 24 blocks are older than everything of the greedy one.
+  for (uint32_t number = 0; number < 24; ++number) ASSERT_TRUE(Write(Block(number)));
+  for (uint32_t number = 1000; number < 1400; ++number) {
+    ASSERT_TRUE(Write(MakeObject({.number = number,
+                                  .codec = Codec::kBf16,
+                                  .tenant = "greedy",
+                                  .chain_blocks = kChainBlocks})));
+  }
+  for (uint32_t number = 0; number < 24; ++number) EXPECT_FALSE(Removed(Block(number).id()));
+  EXPECT_GT(node_.Metric("okv_node_evicted_objects_total{reason=\"tenant_budget\"}"), 200);
+  EXPECT_EQ(node_.Metric("okv_node_evicted_objects_total{reason=\"disk_limit\"}"), 0);
+  node_.Close();
+}
+
+TEST(TenantBudgetsTest, AreReadFromAList) {
+  const TenantBudgets budgets = *TenantBudgets::Parse("a=10,b=c=20,*=5");
+  EXPECT_EQ(budgets.Of("a"), 10u);
+  EXPECT_EQ(budgets.Of("b=c"), 20u);
+  EXPECT_EQ(budgets.Of("other"), 5u);
+  EXPECT_EQ(TenantBudgets::Parse("")->Of("a"), UINT64_MAX);
+  for (const char* bad : {"a", "a=", "=5", "a=-1", "a=1,a=2", "*=1,*=2", "a=1x"}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(TenantBudgets::Parse(bad).status())) << bad;
+  }
+}
+
 TEST_F(EvictTest, AChainLongerThanTheNodeGivesUpItsEndNotItsBeginning) {
   Open(SmallDisk(directory_.path()));
   const auto block = [](uint32_t number) {

@@ -52,6 +52,7 @@ TEST(SpillTest, FourTimesTheArenaReadsBackByteForByte) {
     ASSERT_EQ(*payload, object.payload) << number;
   }
   EXPECT_GE(node.Metric("okv_node_spilled_bytes_total"), (kCount - 16) * kBf16Bytes);
+  for (int use = 0; use < 2; ++use) ASSERT_TRUE(node.Read(Bf16(0).id()).ok());
   EXPECT_GT(node.Metric("okv_node_promoted_bytes_total"), 0);
   EXPECT_EQ(node.Metric("okv_node_stored_bytes{codec=\"bf16\"}"), kCount * kBf16Bytes);
   node.storage->StopSpilling();
@@ -156,6 +157,44 @@ TEST(SpillTest, AnObjectDamagedInDramIsQuarantinedInsteadOfSpilled) {
   EXPECT_EQ(*node.Read(Bf16(2).id()), Bf16(2).payload);
   EXPECT_EQ(node.Metric("okv_node_corrupt_objects_total{tier=\"dram\"}"), 1);
   EXPECT_EQ(node.storage->disk()->stats().objects_count, 1u);
+  node.Close();
+}
+
+bool InDram(TestStorage* node, uint32_t number) {
+  const absl::StatusOr<ObjectPin> pin = node->storage->table()->Pin(Bf16(number).id());
+  return pin.ok() && !pin->dram().empty();
+}
+
+TEST(SpillTest, AScanOverFourTimesDramLeavesTheHotSetWhereItIs) {
+  const TempDir directory;
+  {
+    TestStorage node;
+    ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+    ASSERT_TRUE(node.storage->formats()->Add(testing_support::TestFormat()).ok());
+    for (uint32_t number = 0; number < 76; ++number) ASSERT_TRUE(node.Write(Bf16(number)).ok());
+    node.Close();
+  }
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  constexpr uint32_t kHot = 12;  // Of 16 that fit; the scan is 64 others.
+  for (uint32_t number = 0; number < kHot; ++number) {
+    ASSERT_TRUE(node.Read(Bf16(number).id()).ok());
+    EXPECT_TRUE(InDram(&node, number)) << "with free memory the first use promotes";
+  }
+  for (uint32_t number = kHot; number < 76; ++number) {
+    ASSERT_EQ(*node.Read(Bf16(number).id()), Bf16(number).payload);
+  }
+  for (uint32_t number = 0; number < kHot; ++number) EXPECT_TRUE(InDram(&node, number)) << number;
+  EXPECT_GE(node.Metric("okv_node_passed_bytes_total"), 60 * kBf16Bytes);
+  // A second scan comes back to each after more than DRAM holds: none is used again within the
+  // window.
+  for (uint32_t number = kHot; number < 76; ++number) {
+    ASSERT_TRUE(node.Read(Bf16(number).id()).ok());
+  }
+  for (uint32_t number = 0; number < kHot; ++number) EXPECT_TRUE(InDram(&node, number)) << number;
+  // What is used twice in a row is promoted, and the coldest gives way.
+  for (int use = 0; use < 2; ++use) ASSERT_TRUE(node.Read(Bf16(70).id()).ok());
+  EXPECT_TRUE(InDram(&node, 70));
   node.Close();
 }
 
