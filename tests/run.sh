@@ -10,8 +10,8 @@
 # Stages: dependencies and the reference model; optimized build and all tests (dev); all tests with
 # AddressSanitizer and UndefinedBehaviorSanitizer (asan); the threaded tests with ThreadSanitizer
 # (tsan); clang's thread-safety analysis (tsa). A failed stage does not stop the next one. Ends with
-# what failed and why, and the line "N passed, N failed, N skipped"; a build that fails counts as one
-# failed test. Exits 0 only when nothing failed.
+# what failed and why, and the line "N passed, N failed, N skipped"; a build that fails counts as
+# one failed test. Exits 0 only when nothing failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD

@@ -103,7 +103,7 @@ absl::Status ObjectReader::FetchUnverified(absl::Span<const FetchItem> items, si
     targets.push_back({.id = item.id, .index = item.index, .buffer = item.buffer});
   }
   Arrivals arrivals(items.size(), headers_.data() + first);
-  session_->Fetch(std::move(targets), kRequestTimeout,
+  session_->Fetch(std::move(targets), BlockRange(), kRequestTimeout,
                   [&arrivals](size_t target, absl::StatusOr<ObjectHeader> header) {
                     arrivals.Add(target, std::move(header));
                   });
