@@ -127,12 +127,17 @@ TEST(ChildProcessTest, ItsEndIsReportedOnce) {
 
 TEST(ChildProcessTest, OneThatStillRunsIsReportedAndKilled) {
   const TempDir directory;
-  const auto child = ChildProcess::Start(
-      {.argv = {"sleep", "1000"}, .environment = {}, .output_path = directory.Path("output")});
+  // It says that it is there, not half way into its exec, and stops itself.
+  const auto child = ChildProcess::Start({.argv = {"sh", "-c", "echo up; kill -STOP $$"},
+                                          .environment = {},
+                                          .output_path = directory.Path("output")});
   ASSERT_TRUE(child.ok()) << child.status();
-  ExpectStatus((*child)->Wait(absl::Now()).status(), absl::StatusCode::kDeadlineExceeded, "sleep");
+  const absl::Status up =
+      (*child)->WaitForFile(directory.Path("output"), absl::Now() + absl::Seconds(60));
+  ASSERT_TRUE(up.ok()) << up;
+  ExpectStatus((*child)->Wait(absl::Now()).status(), absl::StatusCode::kDeadlineExceeded, "sh");
   ExpectStatus((*child)->WaitForFile(directory.Path("none"), absl::Now()),
-               absl::StatusCode::kDeadlineExceeded, "sleep");
+               absl::StatusCode::kDeadlineExceeded, "sh is not ready in time: up");
   const absl::StatusOr<ChildUsage> usage = (*child)->Usage();
   ASSERT_TRUE(usage.ok()) << usage.status();
   EXPECT_GT(usage->rss_bytes, 0u);
