@@ -4,7 +4,7 @@
 #
 #   tests/faults.sh [--rounds N] [--seed S] [--scenario NAME] [--json] [--help]
 #
-#   --rounds N       how many (default 200; a round takes 1 to 3 s)
+#   --rounds N       how many (default 200; a round takes 1 to 4 s)
 #   --seed S         of the first round (default 1); round i has seed S + i
 #   --scenario NAME  only this one (an unknown name prints them all)
 #   --json           one JSON object as the last line
