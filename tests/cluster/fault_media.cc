@@ -70,12 +70,12 @@ std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, un
     std::string bytes(end - begin, '\0');
     const ssize_t got = pread(fd, bytes.data(), bytes.size(), static_cast<off_t>(begin));
     if (got <= 0) continue;
-    const size_t at = bytes.find(needle);
-    if (at == std::string::npos) continue;
-    const uint8_t byte = static_cast<uint8_t>(bytes[at + offset]) ^ static_cast<uint8_t>(1u << bit);
-    const bool done = pwrite(fd, &byte, 1, static_cast<off_t>(begin + at + offset)) == 1;
-    why = done ? "" : Errno("writing another process's memory");
-    break;
+    for (size_t at = bytes.find(needle); at != std::string::npos; at = bytes.find(needle, at + 1)) {
+      const uint8_t byte =
+          static_cast<uint8_t>(bytes[at + offset]) ^ static_cast<uint8_t>(1u << bit);
+      const bool done = pwrite(fd, &byte, 1, static_cast<off_t>(begin + at + offset)) == 1;
+      why = done ? "" : Errno("writing another process's memory");
+    }
   }
   close(fd);
   return why;

@@ -21,8 +21,8 @@ std::vector<FilePlace> FindInFiles(const std::string& directory, const std::stri
 // Flips one bit of a file. False when it cannot be written.
 bool FlipInFile(const FilePlace& place, unsigned bit);
 
-// Flips one bit of the first place in a process's writable memory that has the bytes `needle`, at
-// `offset` from there. Returns why it cannot, or "".
+// Flips one bit wherever a process's writable memory has the bytes `needle`, at `offset` from
+// there: a receive buffer may have them as well as the arena. Returns why it cannot, or "".
 std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, unsigned bit);
 
 // ---- Mounts and links of this process alone, children included.
