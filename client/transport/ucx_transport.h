@@ -24,6 +24,7 @@
 #include "absl/status/statusor.h"
 #include "client/transport/address.h"
 #include "client/transport/transport.h"
+#include "client/transport/ucx_environment.h"
 #include "proto/mutex.h"
 
 namespace okv::ucx {
@@ -46,13 +47,6 @@ inline constexpr std::chrono::microseconds kSpin(20);
 inline constexpr std::chrono::microseconds kSpinBulks(200);
 // How many calls of ucp_worker_progress before events and posted work get their turn.
 inline constexpr int kProgressMax = 256;
-// A payload over TCP comes in messages of this size, each read from the socket into a buffer and
-// copied from there (UCX's PUTs, which need no buffer, are off: see StartUcx). With UCX's own 64
-// KiB 0.7 CPU seconds a GB, sender and receiver together, with 512 KiB 0.5, as with PUTs; 1 MiB
-// gained nothing more, and misses a core's L2. A connection has a buffer only while bytes wait in
-// it. Part of the protocol: UCX 1.13 does not tell its peer, and a receiver with a smaller buffer
-// than its sender's messages crashes. Whoever changes it raises kProtocolMajor.
-inline constexpr size_t kTcpSegmentBytes = size_t{512} << 10;
 // What one peer may make this process hold: offers nobody received yet, messages ahead of a missing
 // one. An honest peer stays far below (a fetch has at most 4,096 objects).
 inline constexpr size_t kOffersMax = 16384;

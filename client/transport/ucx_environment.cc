@@ -1,0 +1,26 @@
+#include "client/transport/ucx_environment.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "proto/check.h"
+
+namespace okv::ucx {
+
+void SetUcxEnvironment() {
+  // A restarted node takes its old port again while its old connections linger.
+  static const int reuse_address = setenv("UCX_TCP_CM_REUSEADDR", "y", /*overwrite=*/0);
+  // With PUTs over TCP a sender whose receiver closed in the middle can get an acknowledgement that
+  // it no longer waits for, and UCX 1.13 aborts the process (tcp_ep.c: PUT_TX_WAITING_ACK): any
+  // worker that cuts a fetch could end a node. Messages carry the payload as well.
+  static const int tcp_put = setenv("UCX_TCP_PUT_ENABLE", "n", /*overwrite=*/0);
+  // Not the operator's choice: both ends must have the same.
+  static const int tcp_segment =
+      setenv("UCX_TCP_RX_SEG_SIZE", std::to_string(kTcpSegmentBytes).c_str(), /*overwrite=*/1);
+  // Otherwise the transport's thread itself waits in connect(), for minutes when the link is down,
+  // and no deadline of any connection is kept.
+  static const int connect_async = setenv("UCX_TCP_CONN_NB", "y", /*overwrite=*/0);
+  OKV_CHECK(reuse_address == 0 && tcp_put == 0 && tcp_segment == 0 && connect_async == 0);
+}
+
+}  // namespace okv::ucx
