@@ -32,7 +32,9 @@ TEST(DataPlaneTest, MessageIdsAreThoseOnTheWire) {
   EXPECT_EQ(static_cast<int>(MessageType::kObjectDelivery), 4);
   EXPECT_EQ(static_cast<int>(MessageType::kObjectFailure), 5);
   EXPECT_EQ(static_cast<int>(MessageType::kPutOffer), 6);
-  EXPECT_EQ(static_cast<int>(MessageType::kPutReply), kMessageTypeMax);
+  EXPECT_EQ(static_cast<int>(MessageType::kPutReply), 7);
+  EXPECT_EQ(static_cast<int>(MessageType::kComplaint), 8);
+  EXPECT_EQ(static_cast<int>(MessageType::kComplaint), kMessageTypeMax);
 }
 
 }  // namespace
