@@ -141,7 +141,7 @@ class RocksdbTier final : public Tier {
   // What the row of `id` counts as; kNotFound.
   absl::StatusOr<RowUse> FindUse(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   void CountAdded(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void CountRemoved(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountRemoved(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_, mu_);
   uint64_t OccupiedLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   uint64_t IndexBytes() const;
 
