@@ -9,14 +9,6 @@
 #include "proto/status_macros.h"
 
 namespace okv {
-namespace {
-
-std::string NameOf(const ObjectId& id) {
-  return absl::StrCat(CodecName(id.codec), " object ", id.key.Short());
-}
-
-}  // namespace
-
 absl::Status Assembly::Store(const Share& share, absl::Span<const uint8_t> staged) const {
   const Codec codec = id().codec;
   const size_t run_bytes = layout_.run_bytes(codec);
@@ -29,7 +21,7 @@ absl::Status Assembly::Store(const Share& share, absl::Span<const uint8_t> stage
       if (!staged.empty()) std::memcpy(run.data(), staged.data() + index * run_bytes, run_bytes);
       if (RunChecksum(id(), layer, head, run) != share.header.checksums[index]) {
         return absl::DataLossError(
-            absl::StrCat(NameOf(id()), ": wrong checksum in layer ", layer, ", head ", head));
+            absl::StrCat(id().Name(), ": wrong checksum in layer ", layer, ", head ", head));
       }
     }
   }
@@ -54,7 +46,7 @@ absl::StatusOr<bool> Assemblies::IsHere(const Assembly& assembly, const Share& s
   const ObjectHeader& mine = assembly.header_;
   const ObjectHeader& its = share.header;
   if (mine.generation != its.generation) {
-    return absl::AbortedError(absl::StrCat(NameOf(its.id), " is being written under write id ",
+    return absl::AbortedError(absl::StrCat(its.id.Name(), " is being written under write id ",
                                            mine.generation, ", not ", its.generation));
   }
   const char* differs = nullptr;
@@ -63,13 +55,13 @@ absl::StatusOr<bool> Assemblies::IsHere(const Assembly& assembly, const Share& s
   if (mine.index != its.index) differs = "index";
   if (assembly.tenant_ != share.tenant) differs = "tenant";
   if (differs != nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat(NameOf(its.id), ": field '", differs,
+    return absl::InvalidArgumentError(absl::StrCat(its.id.Name(), ": field '", differs,
                                                    "' differs between the shares of write id ",
                                                    its.generation));
   }
   for (const Assembly::Part& part : assembly.parts_) {
     if (!part.range.Overlaps(share.range)) continue;
-    const std::string what = absl::StrCat(NameOf(its.id), ", ", share.range.ToString());
+    const std::string what = absl::StrCat(its.id.Name(), ", ", share.range.ToString());
     const bool same = part.range == share.range;
     if (same && !part.complete) return absl::AbortedError(absl::StrCat(what, " is being written"));
     if (same && assembly.ChecksumsOf(part.range) == its.checksums) return true;
@@ -78,7 +70,7 @@ absl::StatusOr<bool> Assemblies::IsHere(const Assembly& assembly, const Share& s
   }
   if (now_nanos >= assembly.deadline_nanos_) {
     return absl::AbortedError(
-        absl::StrCat(NameOf(its.id), ": the time of write id ", its.generation, " is up"));
+        absl::StrCat(its.id.Name(), ": the time of write id ", its.generation, " is up"));
   }
   return false;
 }
@@ -159,7 +151,7 @@ std::vector<Assemblies::Expired> Assemblies::Expire(int64_t now_nanos) {
     expired.push_back(
         {.assembly = assembly,
          .why = absl::AbortedError(absl::StrCat(
-             NameOf(id), ": ", assembly->layout_.runs_count() - assembly->runs_complete_, " of ",
+             id.Name(), ": ", assembly->layout_.runs_count() - assembly->runs_complete_, " of ",
              assembly->layout_.runs_count(), " runs did not come within ",
              nanos_max_ / 1'000'000'000, " s: a writer of its group is gone"))});
   }

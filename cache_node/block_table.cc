@@ -42,13 +42,11 @@ absl::StatusOr<WriteClaim> BlockTable::Claim(const ObjectId& id) {
   MutexLock lock(&mu_);
   const auto found = entries_.find(id);
   if (found != entries_.end() && !found->second->doomed) {
-    return absl::AlreadyExistsError(
-        absl::StrCat(CodecName(id.codec), " object ", id.key.Short(), " is held"));
+    return absl::AlreadyExistsError(absl::StrCat(id.Name(), " is held"));
   }
   if (found != entries_.end() || !claims_.insert(id).second) {
-    return absl::AbortedError(
-        absl::StrCat(CodecName(id.codec), " object ", id.key.Short(),
-                     found != entries_.end() ? " is still leaving" : " is being written"));
+    return absl::AbortedError(absl::StrCat(
+        id.Name(), found != entries_.end() ? " is still leaving" : " is being written"));
   }
   return WriteClaim(this, id);
 }
@@ -97,8 +95,7 @@ absl::StatusOr<ObjectPin> BlockTable::Pin(const ObjectId& id) {
   MutexLock lock(&mu_);
   const auto found = entries_.find(id);
   if (found == entries_.end() || found->second->doomed) {
-    return absl::NotFoundError(
-        absl::StrCat(CodecName(id.codec), " object ", id.key.Short(), " is not held here"));
+    return absl::NotFoundError(absl::StrCat(id.Name(), " is not held here"));
   }
   Entry* entry = found->second.get();
   entry->used = ++uses_count_;

@@ -88,13 +88,11 @@ MembershipOptions Node::MakeMembershipOptions() const {
 }
 
 absl::Status Node::StartParts() {
-  // Objects are removed only by transfers, and those come after the registration.
   const auto on_removed = [this](const ObjectId& id, const absl::Status& why) {
     // Evictions are many, and the metrics count them.
-    if (absl::IsDataLoss(why))
-      log_(absl::StrCat("quarantined ", CodecName(id.codec), " object ", id.key.Short(), ": ",
-                        why.message()));
-    membership_->Removed(id);
+    if (absl::IsDataLoss(why)) log_(absl::StrCat("quarantined ", id.Name(), ": ", why.message()));
+    // The spill thread may evict before there is a membership: the inventory comes after that.
+    if (Membership* membership = live_membership_.load()) membership->Removed(id);
   };
   OKV_ASSIGN_OR_RETURN(storage_, Storage::Open(MakeStorageOptions(), {.metrics = &metrics_,
                                                                       .clock = clock_,

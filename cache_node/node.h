@@ -75,7 +75,7 @@ class Node {
   std::unique_ptr<Storage> storage_;
   std::unique_ptr<Membership> membership_;
   // For the transport's thread, which runs before there is a membership.
-  std::atomic<const Membership*> live_membership_{nullptr};
+  std::atomic<Membership*> live_membership_{nullptr};
   std::unique_ptr<DataPlane> data_plane_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<MetricsServer> metrics_server_;

@@ -18,10 +18,6 @@ constexpr std::chrono::milliseconds kRest(10);
 // Buckets of tenants that have not complained for long are dropped beyond so many.
 constexpr size_t kBucketsMax = 1024;
 
-std::string NameOf(const ObjectId& id) {
-  return absl::StrCat(CodecName(id.codec), " object ", id.key.Short());
-}
-
 }  // namespace
 
 Rechecker::Rechecker(const RecheckerOptions& options, Parts parts)
@@ -108,23 +104,16 @@ bool Rechecker::Do(Job* job) {
          parts_.table->UnpinAndEvict(*std::move(pin)) > 0;
 }
 
-absl::Status Rechecker::Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const {
-  const int64_t start_nanos = parts_.clock->NowNanos();
-  absl::Status status = VerifyObject(object.header, object.layout, payload);
-  parts_.metrics->Verified(static_cast<double>(parts_.clock->NowNanos() - start_nanos) * 1e-9);
-  return status;
-}
-
 Rechecker::Findings Rechecker::Look(const ObjectPin& pin) const {
   const HeldObject& object = pin.object();
   Findings found = {.in_dram = !pin.dram().empty(), .on_disk = pin.on_disk()};
-  if (found.in_dram) found.dram = Verify(object, pin.dram());
+  if (found.in_dram) found.dram = parts_.spiller->Verify(object, pin.dram());
   if (found.on_disk) {
     const size_t bytes = object.header.payload_bytes;
     const auto buffer = std::make_unique_for_overwrite<uint8_t[]>(bytes);
     const absl::Span<uint8_t> span = absl::MakeSpan(buffer.get(), bytes);
     found.disk = parts_.disk->Read(object.header.id, span);
-    if (found.disk.ok()) found.disk = Verify(object, span);
+    if (found.disk.ok()) found.disk = parts_.spiller->Verify(object, span);
     // The table knew it.
     if (absl::IsNotFound(found.disk)) found.disk = absl::DataLossError(found.disk.message());
   }
@@ -203,7 +192,7 @@ void Rechecker::Quarantine(ObjectPin pin, const absl::Status& why) {
   const ObjectId id = pin.id();
   // A removal that fails leaves a row that a restart finds damaged again.
   const absl::Status removed = parts_.disk->Remove(id);
-  if (!removed.ok()) parts_.log(absl::StrCat("removing ", NameOf(id), ": ", removed.message()));
+  if (!removed.ok()) parts_.log(absl::StrCat("removing ", id.Name(), ": ", removed.message()));
   parts_.table->Forget(std::move(pin));
   parts_.on_removed(id, why);
 }

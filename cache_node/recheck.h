@@ -62,8 +62,8 @@ class Rechecker {
     ObjectId id;
     std::string tenant;
     Step step = Step::kCheck;
-    ObjectRef object;  // kReturn: what, and its payload.
-    Extent extent;
+    ObjectRef object = nullptr;  // kReturn: what, and its payload.
+    Extent extent = {};
   };
   struct Bucket {
     double left;
@@ -72,8 +72,8 @@ class Rechecker {
   struct Findings {
     bool in_dram = false;
     bool on_disk = false;
-    absl::Status dram;
-    absl::Status disk;
+    absl::Status dram = absl::OkStatus();
+    absl::Status disk = absl::OkStatus();
   };
 
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
@@ -81,7 +81,6 @@ class Rechecker {
   bool Do(Job* job) ABSL_LOCKS_EXCLUDED(mu_);
   bool Check(Job* job) ABSL_LOCKS_EXCLUDED(mu_);
   Findings Look(const ObjectPin& pin) const;
-  absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const;
   // Takes the object's bad disk copy away and keeps its good DRAM copy, in `job`.
   bool DropDiskCopy(Job* job, ObjectPin pin, const absl::Status& why);
   bool Return(Job* job);

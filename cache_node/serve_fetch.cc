@@ -231,8 +231,7 @@ absl::Status DataPlane::PinFor(const Session& session, Delivery* delivery) {
   if (object.tenant != session.tenant) {
     // The same answer as for a miss: a tenant learns nothing of another's objects.
     parts_.metrics->FetchMiss(NodeMetrics::Miss::kOtherTenant);
-    return absl::NotFoundError(absl::StrCat(CodecName(delivery->id.codec), " object ",
-                                            delivery->id.key.Short(), " is not held here"));
+    return absl::NotFoundError(absl::StrCat(delivery->id.Name(), " is not held here"));
   }
   if (object.header.format_id != session.format_id) {
     return FormatMismatch(

@@ -349,7 +349,7 @@ absl::Status Spiller::ReadFromDisk(const ObjectPin& pin, absl::Span<uint8_t> buf
   }
 }
 
-absl::Status Spiller::Verify(const HeldObject& object, absl::Span<const uint8_t> payload) {
+absl::Status Spiller::Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const {
   const int64_t start_nanos = parts_.clock->NowNanos();
   absl::Status status = VerifyObject(object.header, object.layout, payload);
   parts_.metrics->Verified(Seconds(parts_.clock->NowNanos() - start_nanos));

@@ -71,6 +71,9 @@ class Spiller {
   void Allocate(size_t bytes, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
   size_t waiters_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
+  // VerifyObject, its time counted.
+  absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const;
+
   // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says;
   // else the payload itself, which DRAM had no room for, or not on its first use. kDataLoss when
   // the disk's copy is damaged: it is quarantined and the pin gone. Other errors are the disk's.
@@ -111,7 +114,6 @@ class Spiller {
   // Evicts what limit and floor ask for while nothing is spilled: others fill the disk too.
   void WatchFloor();
   void NoteDisk(const absl::Status& status);
-  absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload);
   void Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why);
 
   const SpillerOptions options_;

@@ -80,7 +80,7 @@ struct ClusterStats {
 struct PutItem {
   ObjectId id;
   BlockIndex index;
-  std::optional<BlockKey> parent;
+  std::optional<BlockKey> parent = std::nullopt;
   // As many bytes as the range has, the whole block's or a rank's; alive until Put returns.
   absl::Span<const uint8_t> payload;
 };

@@ -85,15 +85,15 @@ absl::Status VerifyRange(const ObjectHeader& header, const PageLayout& layout,
                          const BlockRange& range, absl::Span<const uint8_t> bytes) {
   const Codec codec = header.id.codec;
   const auto bad = [&](const auto&... what) {
-    return absl::DataLossError(
-        absl::StrCat(CodecName(codec), " object ", header.id.key.Short(), ": ", what...));
+    return absl::DataLossError(absl::StrCat(header.id.Name(), ": ", what...));
   };
   if (header.payload_bytes != layout.block_bytes(codec)) {
     return bad("the header says ", header.payload_bytes, " payload bytes, the format ",
                layout.block_bytes(codec));
   }
   if (bytes.size() != range.bytes(layout, codec)) {
-    return bad(bytes.size(), " bytes for ", range.ToString(), ", not ", range.bytes(layout, codec));
+    return bad(bytes.size(), " payload bytes for ", range.ToString(), ", not ",
+               range.bytes(layout, codec));
   }
   if (header.checksums.size() != layout.runs_count()) {
     return bad(header.checksums.size(), " checksums, not ", layout.runs_count());

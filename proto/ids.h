@@ -3,8 +3,10 @@
 
 #include <compare>
 #include <cstdint>
+#include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "proto/sha256.h"
 
@@ -44,6 +46,9 @@ inline absl::string_view CodecName(Codec codec) { return codec == Codec::kInt2 ?
 struct ObjectId {
   BlockKey key;
   Codec codec = Codec::kInt2;
+
+  // For people: "int2 object 1a40affd...".
+  std::string Name() const { return absl::StrCat(CodecName(codec), " object ", key.Short()); }
 
   auto operator<=>(const ObjectId&) const = default;
   template <typename H>

@@ -10,6 +10,7 @@
 #include <array>
 
 #include "absl/strings/str_cat.h"
+#include "proto/block_range.h"
 #include "proto/check.h"
 #include "proto/fields.h"
 
@@ -116,31 +117,7 @@ std::vector<uint32_t> BlockChecksums(const ObjectId& id, const PageLayout& layou
 
 absl::Status VerifyObject(const ObjectHeader& header, const PageLayout& layout,
                           absl::Span<const uint8_t> payload) {
-  const Codec codec = header.id.codec;
-  if (header.payload_bytes != payload.size() || payload.size() != layout.block_bytes(codec)) {
-    return absl::DataLossError(absl::StrCat(CodecName(codec), " object ", header.id.key.Short(),
-                                            ": ", payload.size(), " payload bytes, header says ",
-                                            header.payload_bytes, ", the format ",
-                                            layout.block_bytes(codec)));
-  }
-  if (header.checksums.size() != layout.runs_count()) {
-    return absl::DataLossError(absl::StrCat(CodecName(codec), " object ", header.id.key.Short(),
-                                            ": ", header.checksums.size(), " checksums, not ",
-                                            layout.runs_count()));
-  }
-  for (uint32_t layer = 0; layer < layout.layers_count; ++layer) {
-    for (uint32_t head = 0; head < layout.kv_heads; ++head) {
-      const auto run =
-          payload.subspan(layout.run_offset(codec, layer, head), layout.run_bytes(codec));
-      if (RunChecksum(header.id, layer, head, run) !=
-          header.checksums[size_t{layer} * layout.kv_heads + head]) {
-        return absl::DataLossError(absl::StrCat(CodecName(codec), " object ", header.id.key.Short(),
-                                                ": wrong checksum in layer ", layer, ", head ",
-                                                head));
-      }
-    }
-  }
-  return absl::OkStatus();
+  return VerifyRange(header, layout, BlockRange::Whole(layout), payload);
 }
 
 }  // namespace okv
