@@ -244,6 +244,7 @@ absl::Status Membership::SendInventory() {
       request.set_epoch(epoch_);
       const size_t end = std::min(objects.size(), next + options_.objects_per_message);
       for (; next < end; ++next) Fill(*objects[next], request.add_objects());
+      request.set_last(next == objects.size());
       if (!writer->Write(request)) break;
     } while (next < objects.size());
     writer->WritesDone();

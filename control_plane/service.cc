@@ -192,22 +192,25 @@ absl::Status DoRegister(Control* control, const v1::RegisterNodeRequest& request
   return absl::OkStatus();
 }
 
-// Feeds the rest of the stream, whose first message is `request`, into the inventory.
+// Feeds the rest of the stream, whose first message is `request`, into the inventory. kCancelled
+// when it ends before its last message.
 absl::StatusOr<uint64_t> ReadInventory(Control* control, const NodeEpoch& node, uint64_t inventory,
                                        grpc::ServerReader<v1::ReportInventoryRequest>* reader,
                                        v1::ReportInventoryRequest* request) {
   uint64_t objects_count = 0;
+  bool last = false;
   do {
+    last = request->last();
     OKV_ASSIGN_OR_RETURN(const std::vector<ObjectAnnouncement> objects,
                          ReadRecords(request->objects()));
     OKV_RETURN_IF_ERROR(control->AddInventory(node, inventory, objects));
     objects_count += objects.size();
   } while (reader->Read(request));
+  if (!last) return absl::CancelledError("the inventory was cut");
   return objects_count;
 }
 
-absl::Status DoInventory(Control* control, grpc::ServerContext* context,
-                         grpc::ServerReader<v1::ReportInventoryRequest>* reader,
+absl::Status DoInventory(Control* control, grpc::ServerReader<v1::ReportInventoryRequest>* reader,
                          v1::ReportInventoryResponse* response) {
   v1::ReportInventoryRequest request;
   if (!reader->Read(&request)) {
@@ -216,10 +219,9 @@ absl::Status DoInventory(Control* control, grpc::ServerContext* context,
   const NodeEpoch node = {.node_id = request.node_id(), .epoch = request.epoch()};
   OKV_ASSIGN_OR_RETURN(const uint64_t inventory, control->BeginInventory(node));
   const absl::StatusOr<uint64_t> count = ReadInventory(control, node, inventory, reader, &request);
-  // A stream also ends when the node dies or gives up: what came of it is not its inventory.
-  if (!count.ok() || context->IsCancelled()) {
+  if (!count.ok()) {
     control->AbandonInventory(node, inventory);
-    return count.ok() ? absl::CancelledError("the inventory was cut") : count.status();
+    return count.status();
   }
   OKV_RETURN_IF_ERROR(control->EndInventory(node, inventory));
   response->set_objects_count(*count);
@@ -325,7 +327,7 @@ grpc::Status ControlService::Heartbeat(grpc::ServerContext* context,
 grpc::Status ControlService::ReportInventory(grpc::ServerContext* context,
                                              grpc::ServerReader<v1::ReportInventoryRequest>* reader,
                                              v1::ReportInventoryResponse* response) {
-  return ToGrpc(DoInventory(control_, context, reader, response));
+  return ToGrpc(DoInventory(control_, reader, response));
 }
 
 grpc::Status ControlService::ReportCommits(grpc::ServerContext* context,

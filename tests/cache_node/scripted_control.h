@@ -107,13 +107,16 @@ class ScriptedControl final : public v1::ControlPlane::Service {
     std::map<std::pair<std::string, int>, uint64_t> held;
     v1::ReportInventoryRequest request;
     uint64_t epoch = 0;
+    bool last = false;
     while (reader->Read(&request)) {
+      last = request.last();
       epoch = request.epoch();
       for (const v1::ObjectRecord& object : request.objects()) {
         held[{object.key(), object.codec()}] = object.write_id();
       }
     }
     MutexLock lock(&mu_);
+    if (!last) return {grpc::StatusCode::CANCELLED, "the inventory was cut"};
     if (epoch != epoch_) return {grpc::StatusCode::ABORTED, "stale epoch"};
     ++seen_.inventories;
     response->set_objects_count(held.size());

@@ -295,6 +295,7 @@ TEST_F(ServerTest, RestartedControlPlaneTellsNodesToRegisterAgain) {
   for (uint32_t i = 0; i < 20; ++i) {
     part.clear_objects();
     *part.add_objects() = Record(i, i == 0 || i >= 16 ? Codec::kBf16 : Codec::kInt2);
+    part.set_last(i == 19);
     ASSERT_TRUE(writer->Write(part));
   }
   writer->WritesDone();
@@ -309,7 +310,8 @@ TEST_F(ServerTest, InventoryThatIsCutOrBadChangesNothing) {
   PublishAndOpen();
   v1::RegisterNodeResponse node;
   ASSERT_TRUE(Register("a", &node).ok());
-  const auto send = [&](const v1::ObjectRecord& second, bool cut) {
+  enum class End { kWhole, kCut, kTooEarly };
+  const auto send = [&](const v1::ObjectRecord& second, End end) {
     grpc::ClientContext context;
     v1::ReportInventoryResponse counted;
     const auto writer = stub_->ReportInventory(&context, &counted);
@@ -319,23 +321,27 @@ TEST_F(ServerTest, InventoryThatIsCutOrBadChangesNothing) {
     *part.add_objects() = Record(0, Codec::kBf16);
     writer->Write(part);
     *part.mutable_objects(0) = second;
+    part.set_last(end == End::kWhole);
     writer->Write(part);
-    if (cut) {
+    if (end == End::kCut) {
       context.TryCancel();
     } else {
       writer->WritesDone();
     }
     return writer->Finish();
   };
-  EXPECT_FALSE(send(Record(1, Codec::kBf16), /*cut=*/true).ok());
+  EXPECT_FALSE(send(Record(1, Codec::kBf16), End::kCut).ok());
+  // What the server sees of a node that dies, before it hears that the stream was cut.
+  EXPECT_EQ(send(Record(1, Codec::kBf16), End::kTooEarly).error_code(),
+            grpc::StatusCode::CANCELLED);
   v1::ObjectRecord bad = Record(1, Codec::kBf16);
   bad.set_codec(static_cast<v1::CodecId>(9));
-  EXPECT_EQ(send(bad, /*cut=*/false).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(send(bad, End::kWhole).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   bad = Record(1, Codec::kBf16);
   bad.set_tenant("");
-  EXPECT_EQ(send(bad, /*cut=*/false).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(send(bad, End::kWhole).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(ObjectsCount(), 0u);
-  EXPECT_TRUE(send(Record(1, Codec::kBf16), /*cut=*/false).ok());
+  EXPECT_TRUE(send(Record(1, Codec::kBf16), End::kWhole).ok());
   EXPECT_EQ(ObjectsCount(), 2u);
 
   grpc::ClientContext context;
