@@ -85,7 +85,8 @@ cuda::Rotations CodecData::RotationsOf(uint32_t layer) const {
       size_t{layer} * options.rotation_heads * options.head_dim * options.head_dim;
   return {.k = r_k.as<__nv_bfloat16>() + offset,
           .v = r_v.as<__nv_bfloat16>() + offset,
-          .rotation_heads = options.rotation_heads};
+          .rotation_heads = options.rotation_heads,
+          .early = true};
 }
 
 cudaError_t QueueQuantize(const CodecData& data, uint32_t layer, uint32_t layers, bool rotate,

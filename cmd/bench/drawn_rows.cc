@@ -73,6 +73,7 @@ DrawnRows::DrawnRows(const RowDraws& draws, const PageLayout& layout, uint64_t s
   const size_t bytes = kBlocksMax * 64 * layout.kv_heads * d * 2;
   k_ = Allocate(bytes);
   v_ = Allocate(bytes);
+  Must(cudaMemset(v_.data(), 0, bytes), "cudaMemset");  // FillQueries() reads what nobody wrote
 }
 
 ConstPagedRows DrawnRows::Rows(const DeviceBuffer& buffer) const {

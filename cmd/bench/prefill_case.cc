@@ -295,9 +295,11 @@ PrefillError PrefillCase::ErrorOf(const Sample& sample, int64_t begin, int64_t e
   double difference = 0.0;
   double rounding = 0.0;
   double norm = 0.0;
+  int rows_count = 0;
   for (size_t i = 0; i < sample.rows.size(); ++i) {
     const int32_t row = sample.rows[i];
     if (row < begin || row >= end) continue;
+    ++rows_count;
     for (size_t c = 0; c < dim; ++c) {
       const double expect = sample.want[i * dim + c];
       const double got = Bf16ToFloat(sample.out[row * dim + c]);
@@ -311,10 +313,9 @@ PrefillError PrefillCase::ErrorOf(const Sample& sample, int64_t begin, int64_t e
   }
   const double scale = norm > 0.0 ? norm : 1.0;
   error.relative = std::sqrt(difference / scale);
-  error.beyond_rounding = std::sqrt(std::max(0.0, difference - rounding) / scale);
-  if (!std::isfinite(error.relative) || !std::isfinite(norm)) {
-    error.relative = error.beyond_rounding = HUGE_VAL;
-  }
+  double& beyond = rows_count < 64 ? error.few_rows : error.beyond_rounding;
+  beyond = std::sqrt(std::max(0.0, difference - rounding) / scale);
+  if (!std::isfinite(error.relative) || !std::isfinite(norm)) error.relative = beyond = HUGE_VAL;
   return error;
 }
 
@@ -327,6 +328,7 @@ PrefillError PrefillCase::Check(uint32_t layer, bool exact) const {
         ErrorOf(sample, buffers_->starts[request] * heads, buffers_->starts[request + 1] * heads);
     worst.relative = std::max(worst.relative, error.relative);
     worst.beyond_rounding = std::max(worst.beyond_rounding, error.beyond_rounding);
+    worst.few_rows = std::max(worst.few_rows, error.few_rows);
     worst.lse = std::max(worst.lse, error.lse);
   }
   // Rows of nobody keep their poison.

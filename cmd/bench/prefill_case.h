@@ -28,6 +28,7 @@ struct PrefillCaseOptions {
 struct PrefillError {
   double relative;         // ||out - reference|| / ||reference||, the worst request
   double beyond_rounding;  // What is left of it without the rounding of the output to bf16
+  double few_rows;         // The same, of requests of which fewer than 64 rows were checked
   double lse;              // Largest |lse - reference|
 };
 

@@ -24,11 +24,15 @@ constexpr int kWholeCost = 20;
 constexpr int kCutCost = 36;
 constexpr int kLongCost = 8;
 constexpr int kLongCutCost = 24;
+// Of the wide kernel, whose warpgroups wait less for what a piece begins with.
+constexpr int kWideLongCost = 9;
+constexpr int kWideLongCutCost = 6;
 constexpr int kLongPieceUnits = 128;
 // Pairs are cut at multiples of 1, 2, 4 or 8 units.
 constexpr int kAligns = 4;
 constexpr int kAlignMax = 1 << (kAligns - 1);
 constexpr int kCapacityTolerance = 64;  // One part of so many
+constexpr int kWideCapacityTolerance = 1000;
 // What a thread block loses that starts when the kernel in front has ended.
 constexpr int kLateStartUnits = 8;
 
@@ -204,9 +208,13 @@ __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const PlanParams para
   const int64_t pairs = static_cast<int64_t>(batch) * pairs_per_request;
   const int64_t all_units = static_cast<int64_t>(total) * pairs_per_request;
   const bool long_pieces = min(all_units / pairs, all_units / blocks_count) >= kLongPieceUnits;
-  const int whole_cost = long_pieces ? kLongCost : kWholeCost;
+  const bool wide = params.geometry.wide;
   const bool many_pairs = pairs > blocks_count && params.geometry.group_rows == 4;
-  const int cut_cost = !long_pieces ? kCutCost : many_pairs ? kLongCost : kLongCutCost;
+  const int long_cost = wide ? kWideLongCost : kLongCost;
+  const int long_cut_cost = wide ? kWideLongCutCost : many_pairs ? kLongCost : kLongCutCost;
+  const int whole_cost = long_pieces ? long_cost : kWholeCost;
+  const int cut_cost = long_pieces ? long_cut_cost : kCutCost;
+  const int tolerance = wide ? kWideCapacityTolerance : kCapacityTolerance;
   // Few pairs end all at once, each with a merge in one of its blocks, and there the next kernel's
   // blocks start late. As many blocks are left without work if that costs less.
   const bool spares = pairs < blocks_count &&
@@ -230,7 +238,7 @@ __global__ void __launch_bounds__(kPlanThreads) PlanKernel(const PlanParams para
     int least = best[0];
     for (int i = 1; i < kAligns; ++i) least = min(least, best[i]);
     int chosen = kAligns - 1;
-    while (best[chosen] > least + least / kCapacityTolerance) --chosen;
+    while (best[chosen] > least + least / tolerance) --chosen;
     Fill(params, units, {best[chosen], 1 << chosen, whole_cost, cut_cost, filled}, cuts);
   }
   __syncthreads();

@@ -6,20 +6,19 @@
 // What one warp computes: scores and weighted values of its units.
 //
 // INT2 keys. A key's codes are used as bytes, code 4^j after one AND with 3 << 2j; a query row is
-// fixed point of 16 bits, split in a high and a low byte: 4 F q in even slots j, F q in odd ones, F
-// a power of two, so that both slots of a pair weigh the same. Integer products are exact: score =
-// (scale * sum + offset * (64 F sum of q)) / (64 F).
-// Nested masks: with one scale a row, slot j is read with the slots below it (masks 03, 0f, 3f and
-// none: 3 AND for 4 codes instead of 4), and the query's coefficients are chosen, from slot 3 down,
-// so that each slot's sum of coefficients is the wanted one to the same rounding. Slots 0 and 1 are
-// read from the word shifted up by 4 bits, so 16 times as large: then all slots weigh the same.
-// INT2 values. p v_scale is fixed point of 16 bits too, scaled so that the largest of a unit's
-// fills them; a unit's integer sums are at most 128 tokens x 255 x 255 < 2^24, so that their bits
-// are those of the float 2^-149 times as large, and are added to fp32 sums by two products. The
-// price of that is these 2 fp32 operations a channel, row and unit; its gain is that no data
-// takes a slower path (the alternative, integer sums over many units with a common scale, took one
-// whenever scores jump: up to 40 % more time with 8 rows). Nested masks here mean nested sums,
-// whose differences are taken at the end.
+// fixed point of 16 bits, split in a high and a low byte: 4 F q in even slots j, F q in odd ones,
+// so that both slots of a pair weigh the same. Integer products are exact: score = (scale * sum +
+// offset * (64 F sum of q)) / (64 F). Nested masks: with one scale a row, slot j is read with the
+// slots below it (masks 03, 0f, 3f and none: 3 AND for 4 codes instead of 4), and the query's
+// coefficients are chosen, from slot 3 down, so that each slot's sum of coefficients is the wanted
+// one to the same rounding. Slots 0 and 1 are read from the word shifted up by 4 bits, so 16 times
+// as large: then all slots weigh the same. INT2 values. p v_scale is fixed point of 16 bits too,
+// scaled so that the largest of a unit's fills them; a unit's integer sums are at most 128 tokens x
+// 255 x 255 < 2^24, so that their bits are those of the float 2^-149 times as large, and are added
+// to fp32 sums by two products. The price of that is these 2 fp32 operations a channel, row and
+// unit; its gain is that no data takes a slower path (the alternative, integer sums over many units
+// with a common scale, took one whenever scores jump: up to 40 % more time with 8 rows). Nested
+// masks here mean nested sums, whose differences are taken at the end.
 namespace okv::cuda {
 
 inline constexpr float kNothing = -1e30f;  // Maximum of no score
@@ -209,10 +208,10 @@ __device__ __forceinline__ void QuantizeQuery(const AttendKernelParams& params, 
   // Not negative, so that they order as their bits.
   largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
   largest = fmaxf(largest * params.scale_log2, 1e-30f);
-  // F = 2^exponent. A coefficient is at most 5.5 F |q| (nested: 4 F, less the carried parts of
-  // three others) and must be below 127.5 * 256: the high byte stays below 128.
-  const int exponent = static_cast<int>(__float_as_uint(__fdividef(5930.0f, largest)) >> 23) - 127;
-  const float factor = params.scale_log2 * __uint_as_float((127 + exponent) << 23);
+  // F as large as it may be. A coefficient is at most 4 F |q|, nested 5.5 F |q| (less the carried
+  // parts of three others), and must be below 127.5 * 256: the high byte stays below 128.
+  constexpr float kLargestFixed = T::kNested ? 5930.0f : 8155.0f;
+  const float factor = params.scale_log2 * __fdividef(kLargestFixed, largest);
   int sums[T::kGroups];  // At most 256 x 64 x 32,640
 #pragma unroll
   for (int group = 0; group < T::kGroups; ++group) sums[group] = 0;
@@ -238,7 +237,7 @@ __device__ __forceinline__ void QuantizeQuery(const AttendKernelParams& params, 
     if (lane == 0) shared->query_sums[row][group] = poisoned ? NAN : sum;
   }
   if (lane == 0) {
-    shared->query_unscale[row] = __uint_as_float(static_cast<uint32_t>(121 - exponent) << 23);
+    shared->query_unscale[row] = largest * (1.0f / 64.0f / kLargestFixed);
   }
 }
 

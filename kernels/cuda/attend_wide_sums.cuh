@@ -244,6 +244,7 @@ __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams&
 #pragma unroll
       for (int v = 0; v < kValues; ++v) scores->score[page][v] = kHidden;
     }
+    __syncwarp();
   }
   if constexpr (!T::kPlain) {
     const float cap = params.cap_log2;

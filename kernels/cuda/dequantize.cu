@@ -34,21 +34,18 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void DequantizeKer
     const __grid_constant__ DequantizePagesParams params, const __grid_constant__ RowGrid grid) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "a quad holds words of 8 channels each");
   extern __shared__ __align__(1024) uint8_t shared[];
-  WaitForKernelBefore();
-  LetNextKernelStart();  // Only now: what that one does not wait for ended before this one began
   const int lane = threadIdx.x % 32;
   const RowWork work = RowWorkOfWarp(grid);
+  const uint32_t rotation = SharedAddress(shared);
+  BeginRows<kDim, kRotate>(params.rotations, work, rotation);
   const RowFinder<__nv_bfloat16> rows(work.is_value ? params.v : params.k, params.tokens,
                                       work.layer, work.head);
-  const uint32_t rotation = SharedAddress(shared);
   const SharedRows tile = WarpTile<kDim, kRotate>(shared);
   const int warp_tile = TileOfUnit(0) % kTilesPerBlock<kDim>;
   PackedTile<kDim, kGroups> packed;
   const uint8_t* run = RunOf<kDim>(params, work, work.unit);
   if (run != nullptr) ReadPackedTile(run, warp_tile, work.is_value, lane, &packed);
   if (kRotate) {
-    LoadRotation<kDim>(RotationOf(params.rotations, work, kDim), rotation);
-    CopyAsyncCommit();
     CopyAsyncWait<0>();
     ShareRotation();
   }

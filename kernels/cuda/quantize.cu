@@ -102,10 +102,10 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
     const __grid_constant__ QuantizePagesParams params, const __grid_constant__ RowGrid grid) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "a quad holds words of 8 channels each");
   extern __shared__ __align__(1024) uint8_t shared[];
-  WaitForKernelBefore();
-  LetNextKernelStart();  // Only now: what that one does not wait for ended before this one began
   const int lane = threadIdx.x % 32;
   const RowWork work = RowWorkOfWarp(grid);
+  const uint32_t rotation = SharedAddress(shared);
+  BeginRows<kDim, kRotate>(params.rotations, work, rotation);
   uint32_t blocks = params.blocks_count;
   if (params.tokens_count != nullptr) {
     blocks = min(blocks, static_cast<uint32_t>(max(*params.tokens_count, 0)) / 64);
@@ -117,12 +117,6 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
   uint8_t* const runs = params.pages.base + work.layer * params.pages.layer_stride +
                         work.head * params.pages.head_stride;
   const SharedRows tile = WarpTile<kDim, kRotate>(shared);
-  const uint32_t rotation = SharedAddress(shared);
-
-  if (kRotate) {
-    LoadRotation<kDim>(RotationOf(params.rotations, work, kDim), rotation);
-    CopyAsyncCommit();
-  }
   TileAt at = FindTile<kDim>(params.pages, work, source, work.unit);
   LoadTileAt<kDim>(source, at, tile);
   TileTask task = MakeTask(params, work);

@@ -53,10 +53,10 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void RotateKernel(
     const __grid_constant__ RotateRowsParams params, const __grid_constant__ RowGrid grid) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "a quad holds words of 8 channels each");
   extern __shared__ __align__(1024) uint8_t shared[];
-  WaitForKernelBefore();
-  LetNextKernelStart();  // Only now: what that one does not wait for ended before this one began
   const int lane = threadIdx.x % 32;
   const RowWork of_warp = RowWorkOfWarp(grid);
+  const uint32_t rotation = SharedAddress(shared);
+  BeginRows<kDim, /*kRotate=*/true>(params.rotations, of_warp, rotation);
   Work work = {of_warp,
                {of_warp.is_value ? params.v : params.k, params.tokens, of_warp.layer, of_warp.head},
                {of_warp.is_value ? params.v_out : params.k_out, params.tokens_out, of_warp.layer,
@@ -67,14 +67,11 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void RotateKernel(
     work.tokens = min(work.tokens, static_cast<uint32_t>(max(*params.tokens_count_device, 0)));
   }
   work.units_end = min(work.units_end, (work.tokens + kUnitTokens<kDim> - 1) / kUnitTokens<kDim>);
-  const uint32_t rotation = SharedAddress(shared);
   const SharedRows tile = WarpTile<kDim, /*kRotate=*/true>(shared);
   const SharedRows out =
       SharedRowsAt(tile.bytes + (kInPlace<kDim> ? 0 : blockDim.x / 32 * kTileBytes<kDim>));
 
   uint32_t unit = work.unit;
-  LoadRotation<kDim>(RotationOf(params.rotations, work, kDim), rotation);
-  CopyAsyncCommit();
   LoadTileAt<kDim>(work, unit, tile);
   CopyAsyncWait<1>();
   ShareRotation();

@@ -89,6 +89,21 @@ __device__ __forceinline__ const __nv_bfloat16* RotationOf(const Rotations& rota
   return base + (static_cast<int64_t>(work.layer) * rotations.rotation_heads + head) * dim * dim;
 }
 
+// Waits for the kernel in front, and queues the load of the thread block's rotation, if there is
+// one, as the first group of copies; before the wait where that is allowed.
+template <int kDim, bool kRotate>
+__device__ __forceinline__ void BeginRows(const Rotations& rotations, const RowWork& work,
+                                          uint32_t rotation) {
+  const auto load = [&] {
+    LoadRotation<kDim>(RotationOf(rotations, work, kDim), rotation);
+    CopyAsyncCommit();
+  };
+  if (kRotate && rotations.early) load();
+  WaitForKernelBefore();
+  LetNextKernelStart();  // Only now: what that one does not wait for ended before this one began
+  if (kRotate && !rotations.early) load();
+}
+
 inline bool IsRowShape(uint32_t layers_count, uint32_t kv_heads, uint32_t head_dim) {
   return layers_count >= 1 && layers_count <= 512 && kv_heads >= 1 && kv_heads <= 256 &&
          (head_dim == 64 || head_dim == 128 || head_dim == 256);

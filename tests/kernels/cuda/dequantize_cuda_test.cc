@@ -275,7 +275,10 @@ TEST_F(DequantizeCudaTest, InTheModelsBasisItIsNearFloat64) {
     const OnDevice<uint16_t> device_r_k(r_k), device_r_v(r_v);
     std::vector<uint16_t> k, v;
     Dequantize(data,
-               {.k = AsBf16(device_r_k), .v = AsBf16(device_r_v), .rotation_heads = rotation_heads},
+               {.k = AsBf16(device_r_k),
+                .v = AsBf16(device_r_v),
+                .rotation_heads = rotation_heads,
+                .early = dim != 64},
                &k, &v);
     if (HasFatalFailure()) return;
     for (uint32_t i = 0; i < 8; ++i) {

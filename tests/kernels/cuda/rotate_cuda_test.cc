@@ -165,26 +165,28 @@ TEST_F(RotateCudaTest, QuantizePagesQuantizesTheRowsThatRotateRowsWrites) {
     const OnDevice<uint32_t> ranks(std::vector<uint32_t>(c.layers * c.heads, dim - 6));
     const OnDevice<uint64_t> bad_row({cuda::kNoBadRow});
     const auto stride = [&](size_t runs) { return static_cast<int64_t>(runs * run_bytes); };
-    ASSERT_CUDA_OK(cuda::QuantizePages(
-        {.layers_count = c.layers,
-         .kv_heads = c.heads,
-         .head_dim = dim,
-         .group_size = dim,
-         .blocks_count = 2,
-         .tokens_count = nullptr,
-         .k = PlainRows(AsBf16(k_in), c.tokens, c.heads, dim),
-         .v = PlainRows(AsBf16(v_in), c.tokens, c.heads, dim),
-         .tokens = {},
-         .rotations = {.k = AsBf16(r_k), .v = AsBf16(r_v), .rotation_heads = c.rotation_heads},
-         .clip_rank_k = ranks.get(),
-         .clip_rank_v = ranks.get(),
-         .pages = {.base = pages.get(),
-                   .block_stride = stride(c.layers * c.heads),
-                   .layer_stride = stride(c.heads),
-                   .head_stride = stride(1),
-                   .table = nullptr},
-         .bad_row = bad_row.get()},
-        stream_));
+    ASSERT_CUDA_OK(cuda::QuantizePages({.layers_count = c.layers,
+                                        .kv_heads = c.heads,
+                                        .head_dim = dim,
+                                        .group_size = dim,
+                                        .blocks_count = 2,
+                                        .tokens_count = nullptr,
+                                        .k = PlainRows(AsBf16(k_in), c.tokens, c.heads, dim),
+                                        .v = PlainRows(AsBf16(v_in), c.tokens, c.heads, dim),
+                                        .tokens = {},
+                                        .rotations = {.k = AsBf16(r_k),
+                                                      .v = AsBf16(r_v),
+                                                      .rotation_heads = c.rotation_heads,
+                                                      .early = dim != 64},
+                                        .clip_rank_k = ranks.get(),
+                                        .clip_rank_v = ranks.get(),
+                                        .pages = {.base = pages.get(),
+                                                  .block_stride = stride(c.layers * c.heads),
+                                                  .layer_stride = stride(c.heads),
+                                                  .head_stride = stride(1),
+                                                  .table = nullptr},
+                                        .bad_row = bad_row.get()},
+                                       stream_));
     Wait();
     const std::vector<uint8_t> made = pages.Read();
     EXPECT_EQ(bad_row.Read()[0], cuda::kNoBadRow);
@@ -234,21 +236,21 @@ TEST_F(RotateCudaTest, WritesWindowsThroughSlots) {
                                 .page_tokens = 64};
   cuda::PagedRows values = keys;
   values.base += 64 * c.dim;
-  ASSERT_CUDA_OK(
-      cuda::RotateRows({.layers_count = c.layers,
-                        .kv_heads = c.heads,
-                        .head_dim = c.dim,
-                        .tokens_count = c.tokens,
-                        .tokens_count_device = tokens_count.get(),
-                        .k = PlainRows(AsBf16(k_in), c.tokens, c.heads, c.dim),
-                        .v = PlainRows(AsBf16(v_in), c.tokens, c.heads, c.dim),
-                        .tokens = {},
-                        .rotations = {.k = AsBf16(r_k), .v = AsBf16(r_v), .rotation_heads = 1},
-                        .to_model_basis = false,
-                        .k_out = keys,
-                        .v_out = values,
-                        .tokens_out = {.slots = device_slots.get(), .pages = nullptr}},
-                       stream_));
+  ASSERT_CUDA_OK(cuda::RotateRows(
+      {.layers_count = c.layers,
+       .kv_heads = c.heads,
+       .head_dim = c.dim,
+       .tokens_count = c.tokens,
+       .tokens_count_device = tokens_count.get(),
+       .k = PlainRows(AsBf16(k_in), c.tokens, c.heads, c.dim),
+       .v = PlainRows(AsBf16(v_in), c.tokens, c.heads, c.dim),
+       .tokens = {},
+       .rotations = {.k = AsBf16(r_k), .v = AsBf16(r_v), .rotation_heads = 1, .early = true},
+       .to_model_basis = false,
+       .k_out = keys,
+       .v_out = values,
+       .tokens_out = {.slots = device_slots.get(), .pages = nullptr}},
+      stream_));
   Wait();
   std::vector<uint16_t> wanted(3 * block, kPoison);
   for (uint32_t t = 0; t < 40; ++t) {
