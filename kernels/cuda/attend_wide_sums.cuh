@@ -473,10 +473,10 @@ __device__ __forceinline__ void WideSums<T>::AddInt2(const UnitSlots<T>& slots, 
   StoreProbabilities(slots, *scores, Operand(shared), offsets);
 #pragma unroll
   for (int a = 0; a < kA; ++a) offset_[a] = fmaf(offsets[a], weight[a], offset_[a]);
+  FenceBeforeBulkCopy();  // wgmma reads shared memory as bulk copies write it
   ValueCodes codes[2];
   LoadValues(slots, 0, codes[0]);
   LoadValues(slots, 1, codes[1]);
-  FenceBeforeBulkCopy();  // wgmma reads shared memory as bulk copies write it
   WarpgroupSync(group_);
   int values[kSlots][16];
   AddValues(slots, CoreMatrices(Operand(shared), T::kStepBytes), codes, values);
