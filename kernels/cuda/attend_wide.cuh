@@ -10,8 +10,8 @@
 //
 // A page of 64 tokens and one KV head: 4,608 bytes; 8 products of 64 x 32 x 32 8-bit integers, 32
 // AND and about 180 other instructions in each of four warps. Bound by the issue of instructions,
-// with which wgmma hardly overlaps. On an H200 at 8 x 102,400, 128/8 heads: 191 to 195 us, 58 to
-// 60 % of the limit of memory, where mma.sync (attend_kernel.cuh) takes 250 (README.md).
+// with which wgmma hardly overlaps. On an H200 at 8 x 102,400, 128/8 heads: 187 us, 60 % of the
+// limit of memory, where mma.sync (attend_kernel.cuh) takes 250 (README.md).
 namespace okv::cuda {
 
 #if OKV_HAS_WGMMA
