@@ -9,7 +9,24 @@
 #include "proto/status_macros.h"
 
 namespace okv {
+absl::Status Assembly::StoreOnDevice(const Share& share, absl::Span<const uint8_t> staged) const {
+  DeviceMemory* device = extent.device();
+  const absl::Span<uint8_t> block = extent.span();
+  if (!staged.empty()) {
+    std::vector<MemoryCopy> copies;
+    const uint8_t* from = staged.data();
+    for (const BlockPiece& piece : RangePieces(share.range, layout_, id().codec)) {
+      copies.push_back({.to = block.data() + piece.offset, .from = from, .bytes = piece.bytes});
+      from += piece.bytes;
+    }
+    OKV_RETURN_IF_ERROR(device->Copy(copies));
+  }
+  return device->Verify({DeviceRuns::InBlock(id(), layout_, share.range, block.data())},
+                        {absl::MakeConstSpan(share.header.checksums)})[0];
+}
+
 absl::Status Assembly::Store(const Share& share, absl::Span<const uint8_t> staged) const {
+  if (extent.device() != nullptr) return StoreOnDevice(share, staged);
   const Codec codec = id().codec;
   const size_t run_bytes = layout_.run_bytes(codec);
   const absl::Span<uint8_t> block = extent.span();
@@ -33,12 +50,7 @@ uint32_t& Assembly::Checksum(uint32_t layer, uint32_t head) {
 }
 
 std::vector<uint32_t> Assembly::ChecksumsOf(const BlockRange& range) const {
-  std::vector<uint32_t> checksums;
-  for (uint32_t layer = range.layer_begin; layer < range.layer_end; ++layer) {
-    const auto page = header_.checksums.begin() + size_t{layer} * layout_.kv_heads;
-    checksums.insert(checksums.end(), page + range.head_begin, page + range.head_end);
-  }
-  return checksums;
+  return range.Select(header_.checksums, layout_);
 }
 
 absl::StatusOr<bool> Assemblies::IsHere(const Assembly& assembly, const Share& share,

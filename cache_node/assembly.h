@@ -53,7 +53,8 @@ class Assembly {
 
   // Checks a share's bytes by the checksums of its writer where they are stored: in the extent
   // already, or, when `staged` is not empty, copied there from it, the range's own bytes. kDataLoss
-  // naming the first bad run. Any thread; the share is joined and not yet completed.
+  // naming the first bad run; kUnavailable when the extent's device fails. Any thread; the share is
+  // joined and not yet completed.
   absl::Status Store(const Share& share, absl::Span<const uint8_t> staged) const;
 
  private:
@@ -63,6 +64,7 @@ class Assembly {
     bool complete = false;
   };
 
+  absl::Status StoreOnDevice(const Share& share, absl::Span<const uint8_t> staged) const;
   uint32_t& Checksum(uint32_t layer, uint32_t head);
   std::vector<uint32_t> ChecksumsOf(const BlockRange& range) const;
 

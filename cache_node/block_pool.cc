@@ -27,14 +27,17 @@ absl::Span<uint8_t> Extent::span() const {
   return absl::MakeSpan(pool_->base_ + offset_, bytes_);
 }
 
+DeviceMemory* Extent::device() const { return pool_ == nullptr ? nullptr : pool_->device(); }
+
 void Extent::Release() {
   if (pool_ != nullptr) std::exchange(pool_, nullptr)->Free(offset_, bytes_);
 }
 
 absl::Status BlockPoolOptions::Validate() const {
   if (arena_bytes < kArenaBytesMin) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("dram_bytes is ", arena_bytes, ", and must be at least ", kArenaBytesMin));
+    return absl::InvalidArgumentError(absl::StrCat(device == nullptr ? "dram_bytes" : "hbm_bytes",
+                                                   " is ", arena_bytes, ", and must be at least ",
+                                                   kArenaBytesMin));
   }
   return absl::OkStatus();
 }
@@ -42,25 +45,35 @@ absl::Status BlockPoolOptions::Validate() const {
 absl::StatusOr<std::unique_ptr<BlockPool>> BlockPool::Create(const BlockPoolOptions& options) {
   if (absl::Status status = options.Validate(); !status.ok()) return status;
   const uint64_t bytes = options.arena_bytes / kExtentAlignBytes * kExtentAlignBytes;
+  if (options.device != nullptr) {
+    absl::StatusOr<uint8_t*> base = options.device->Allocate(bytes);
+    if (!base.ok()) return base.status();
+    return absl::WrapUnique(new BlockPool(*base, bytes, options.device));
+  }
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) {
     return absl::ResourceExhaustedError(
         absl::StrCat("cannot map ", bytes, " bytes of DRAM: ", std::strerror(errno)));
   }
-  auto pool = absl::WrapUnique(new BlockPool(static_cast<uint8_t*>(base), bytes));
+  auto pool = absl::WrapUnique(new BlockPool(static_cast<uint8_t*>(base), bytes, nullptr));
   if (options.prefault) pool->Prefault(options);
   return pool;
 }
 
-BlockPool::BlockPool(uint8_t* base, uint64_t arena_bytes) : base_(base), arena_bytes_(arena_bytes) {
+BlockPool::BlockPool(uint8_t* base, uint64_t arena_bytes, DeviceMemory* device)
+    : base_(base), arena_bytes_(arena_bytes), device_(device) {
   MutexLock lock(&mu_);
   InsertHole(0, arena_bytes);
 }
 
 BlockPool::~BlockPool() {
   OKV_CHECK(extents_count() == 0);
-  OKV_CHECK(munmap(base_, arena_bytes_) == 0);
+  if (device_ != nullptr) {
+    device_->Free(base_);
+  } else {
+    OKV_CHECK(munmap(base_, arena_bytes_) == 0);
+  }
 }
 
 void BlockPool::Prefault(const BlockPoolOptions& options) {

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/device_memory.h"
 #include "proto/mutex.h"
 
 namespace okv {
@@ -41,8 +42,10 @@ class Extent {
   ~Extent() { Release(); }
 
   bool has_memory() const { return pool_ != nullptr; }
-  // The bytes asked for; empty without memory.
+  // The bytes asked for; empty without memory. With a device these are the device's addresses.
   absl::Span<uint8_t> span() const;
+  // Whose memory it is; null for DRAM.
+  DeviceMemory* device() const;
 
  private:
   friend class BlockPool;
@@ -60,6 +63,8 @@ struct BlockPoolOptions {
   // First touch of a fresh mapping runs at 0.25 to 0.6 GB/s: far below a transfer. Without prefault
   // the first puts pay for it.
   bool prefault = true;
+  // Whose memory the arena is; null: the machine's own. Outlives the pool.
+  DeviceMemory* device = nullptr;
   // Told now and then how far the prefault is; may be empty.
   std::function<void(uint64_t done_bytes, uint64_t all_bytes)> progress;
 
@@ -67,14 +72,14 @@ struct BlockPoolOptions {
   absl::Status Validate() const;
 };
 
-// The DRAM arena: one mapping, cut into extents of any size. Payload sizes differ by format and
-// codec, but a node sees few of them, so that best fit finds a hole of exactly the right size after
-// the first round of spills; neighbours coalesce when both are free. Thread-safe; outlives its
-// extents.
+// An arena, of DRAM or of a GPU's memory: one mapping, cut into extents of any size. Payload sizes
+// differ by format and codec, but a node sees few of them, so that best fit finds a hole of exactly
+// the right size after the first round of spills; neighbours coalesce when both are free.
+// Thread-safe; outlives its extents.
 class BlockPool {
  public:
-  // Maps the arena and prefaults it: blocks for about 2 to 4 s per GB. kResourceExhausted when the
-  // machine has not that much memory to map.
+  // Maps the arena and prefaults it: blocks for about 2 to 4 s per GB of DRAM. kResourceExhausted
+  // when the machine, or the device, has not that much memory.
   static absl::StatusOr<std::unique_ptr<BlockPool>> Create(const BlockPoolOptions& options);
   ~BlockPool();
   BlockPool(const BlockPool&) = delete;
@@ -87,6 +92,7 @@ class BlockPool {
 
   absl::Span<uint8_t> arena() const { return absl::MakeSpan(base_, arena_bytes_); }
   uint64_t capacity_bytes() const { return arena_bytes_; }
+  DeviceMemory* device() const { return device_; }
   // In extents, rounded up to kExtentAlignBytes each.
   uint64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
   uint64_t extents_count() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -96,7 +102,7 @@ class BlockPool {
  private:
   friend class Extent;
 
-  BlockPool(uint8_t* base, uint64_t arena_bytes);
+  BlockPool(uint8_t* base, uint64_t arena_bytes, DeviceMemory* device);
   void Prefault(const BlockPoolOptions& options);
   void Free(uint64_t offset, size_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   void InsertHole(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -105,6 +111,7 @@ class BlockPool {
   // Constant after construction.
   uint8_t* const base_;
   const uint64_t arena_bytes_;
+  DeviceMemory* const device_;  // Null: DRAM.
 
   mutable Mutex mu_;
   // The holes twice: offset -> bytes for coalescing, (bytes, offset) for best fit.

@@ -20,6 +20,13 @@ uint64_t ShortKey(const BlockKey& key) {
 
 absl::Span<const uint8_t> ObjectPin::dram() const { return table_->Dram(entry_); }
 
+Payload ObjectPin::hbm() const { return table_->Hbm(entry_); }
+
+Payload ObjectPin::memory() const {
+  const Payload hbm = table_->Hbm(entry_);
+  return hbm.empty() ? Payload{.bytes = dram()} : hbm;
+}
+
 DiskPlace ObjectPin::place() const { return table_->Place(entry_); }
 
 void ObjectPin::Release() {
@@ -34,6 +41,7 @@ BlockTable::~BlockTable() {
   MutexLock lock(&mu_);
   OKV_CHECK(stats_.pins_count == 0 && claims_.empty());
   for (auto& [id, entry] : entries_) {
+    if (!entry->hbm.empty()) DropHbm(entry.get());
     if (!entry->dram.empty()) DropDram(entry.get());
   }
 }
@@ -63,7 +71,11 @@ void BlockTable::Commit(WriteClaim claim, ObjectRef object, Extent extent) {
   entry->used = ++uses_count_;
   entry->tenant = TenantOf(*entry->object);
   Count(*entry, /*add=*/true);
-  SetDram(entry.get(), std::move(extent));
+  if (extent.device() != nullptr) {
+    SetHbm(entry.get(), std::move(extent));
+  } else {
+    SetDram(entry.get(), std::move(extent));
+  }
   const bool is_new = entries_.emplace(id, std::move(entry)).second;
   OKV_CHECK(is_new);
 }
@@ -99,9 +111,16 @@ absl::StatusOr<ObjectPin> BlockTable::Pin(const ObjectId& id) {
   }
   Entry* entry = found->second.get();
   entry->used = ++uses_count_;
+  if (!entry->hbm.empty()) in_hbm_.MoveToBack(entry);
   if (!entry->dram.empty()) in_dram_.MoveToBack(entry);
   if (entry->place.known()) on_disk_.MoveToBack(entry);
   return PinLocked(entry);
+}
+
+ObjectPin BlockTable::PinAgain(const ObjectPin& pin) {
+  OKV_CHECK(pin.table_ == this);
+  MutexLock lock(&mu_);
+  return PinLocked(pin.entry_);
 }
 
 ObjectPin BlockTable::PinLocked(Entry* entry) {
@@ -115,6 +134,13 @@ void BlockTable::AttachDram(const ObjectPin& pin, Extent extent) {
   OKV_CHECK(extent.span().size() == pin.object().header.payload_bytes);
   MutexLock lock(&mu_);
   if (pin.entry_->dram.empty()) SetDram(pin.entry_, std::move(extent));
+}
+
+void BlockTable::AttachHbm(const ObjectPin& pin, Extent extent) {
+  OKV_CHECK(pin.table_ == this);
+  OKV_CHECK(extent.span().size() == pin.object().header.payload_bytes);
+  MutexLock lock(&mu_);
+  if (pin.entry_->hbm.empty()) SetHbm(pin.entry_, std::move(extent));
 }
 
 std::vector<ObjectPin> BlockTable::PinColdest(const ColdestQuery& query) {
@@ -139,6 +165,34 @@ void BlockTable::PinColdestLocked(const ColdestQuery& query, bool over_only, uin
     *bytes += entry->dram.size();
     pins->push_back(PinLocked(entry));
   }
+}
+
+std::vector<ObjectPin> BlockTable::PinColdestInHbm(const HbmQuery& query) {
+  std::vector<ObjectPin> pins;
+  uint64_t bytes = 0;
+  MutexLock lock(&mu_);
+  for (const bool over_only : {true, false}) {
+    if (over_only && !AnyTenantOver()) continue;
+    for (Entry* entry : in_hbm_) {
+      if (bytes >= query.bytes || pins.size() >= query.objects_max) break;
+      if (over_only && !entry->tenant->over()) continue;
+      if (entry->pins > 0 || entry->doomed) continue;
+      const bool elsewhere = entry->place.known() || !entry->dram.empty();
+      if (query.where == InHbm::kElsewhereToo && !elsewhere) continue;
+      if (query.where == InHbm::kOnlyInHbm && elsewhere) continue;
+      bytes += entry->hbm.size();
+      pins.push_back(PinLocked(entry));
+    }
+  }
+  return pins;
+}
+
+bool BlockTable::NoteHbmMiss(const ObjectPin& pin, uint64_t window_bytes) {
+  MutexLock lock(&mu_);
+  Entry* entry = pin.entry_;
+  missed_bytes_ += entry->object->header.payload_bytes;
+  const uint64_t before = std::exchange(entry->missed, missed_bytes_);
+  return before != 0 && missed_bytes_ - before <= window_bytes;
 }
 
 bool BlockTable::NoteLoad(const ObjectPin& pin, uint64_t window_bytes) {
@@ -169,6 +223,20 @@ uint64_t BlockTable::UnpinAndEvict(ObjectPin pin) {
   return bytes;
 }
 
+uint64_t BlockTable::UnpinAndEvictHbm(ObjectPin pin) {
+  MutexLock lock(&mu_);
+  Entry* entry = pin.entry_;
+  pin.table_ = nullptr;
+  uint64_t bytes = 0;
+  const bool elsewhere = entry->place.known() || !entry->dram.empty();
+  if (entry->pins == 1 && elsewhere && !entry->doomed && !entry->hbm.empty()) {
+    bytes = entry->hbm.size();
+    DropHbm(entry);
+  }
+  UnpinLocked(entry);
+  return bytes;
+}
+
 uint32_t BlockTable::ChildrenCount(const BlockKey& key) const {
   const auto found = children_.find(ShortKey(key));
   return found == children_.end() ? 0 : found->second;
@@ -192,13 +260,13 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
     const ObjectHeader& header = entry->object->header;
     const auto children = taken_children.find(ShortKey(header.id.key));
     const uint32_t gone = children == taken_children.end() ? 0 : children->second;
-    if (entry->used > used_max || !MayLeave(*entry, query.with_dram) ||
+    if (entry->used > used_max || !MayLeave(*entry, query.with_memory) ||
         ChildrenCount(header.id.key) > gone || !taken.insert(entry).second) {
       return false;
     }
     cold.push_back({.id = header.id,
                     .place = entry->place,
-                    .in_dram = !entry->dram.empty(),
+                    .in_memory = InMemory(*entry),
                     .over_budget = over(*entry),
                     .payload_bytes = header.payload_bytes});
     taken_bytes += header.payload_bytes;
@@ -225,8 +293,12 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
       if (!over_only || over(*entry)) take_with_parents(entry);
     }
   }
-  if (!query.with_dram) return cold;
+  if (!query.with_memory) return cold;
   for (Entry* entry : in_dram_) {
+    if (taken_bytes >= query.bytes) break;
+    take_with_parents(entry);
+  }
+  for (Entry* entry : in_hbm_) {
     if (taken_bytes >= query.bytes) break;
     take_with_parents(entry);
   }
@@ -240,7 +312,7 @@ std::vector<ObjectPin> BlockTable::DoomCold(absl::Span<const ColdObject> cold) {
     const auto found = entries_.find(object.id);
     if (found == entries_.end()) continue;
     Entry* entry = found->second.get();
-    if (!MayLeave(*entry, object.in_dram) || entry->place != object.place ||
+    if (!MayLeave(*entry, object.in_memory) || entry->place != object.place ||
         ChildrenCount(object.id.key) > 0) {
       continue;
     }
@@ -285,6 +357,7 @@ bool BlockTable::Doom(const ObjectPin& pin) {
 void BlockTable::DoomLocked(Entry* entry) {
   // Gone from every count at once; its memory follows with the last pin.
   Count(*entry, /*add=*/false);
+  if (!entry->hbm.empty()) --CodecStats(*entry).hbm_objects;
   if (!entry->dram.empty()) --CodecStats(*entry).dram_objects;
   if (entry->place.known()) DropPlace(entry);
   entry->doomed = true;
@@ -321,6 +394,12 @@ absl::Span<const uint8_t> BlockTable::Dram(const Entry* entry) const {
   return entry->dram;
 }
 
+Payload BlockTable::Hbm(const Entry* entry) const {
+  if (hbm_ == nullptr) return {};
+  MutexLock lock(&mu_);
+  return {.bytes = entry->hbm, .device = hbm_->device()};
+}
+
 DiskPlace BlockTable::Place(const Entry* entry) const {
   MutexLock lock(&mu_);
   return entry->place;
@@ -341,12 +420,28 @@ void BlockTable::UnpinLocked(Entry* entry) {
   --entry->pins;
   --stats_.pins_count;
   if (entry->pins > 0 || !entry->released) return;
+  if (!entry->hbm.empty()) DropHbm(entry);
   if (!entry->dram.empty()) DropDram(entry);
   const ObjectId id = entry->object->header.id;
   entries_.erase(id);
 }
 
+void BlockTable::SetHbm(Entry* entry, Extent extent) {
+  OKV_CHECK(hbm_ != nullptr && extent.device() == hbm_->device());
+  entry->hbm = hbm_->Adopt(entry->object, std::move(extent));
+  in_hbm_.PushBack(entry);
+  if (!entry->doomed) ++CodecStats(*entry).hbm_objects;
+}
+
+void BlockTable::DropHbm(Entry* entry) {
+  OKV_CHECK(hbm_->Remove(entry->object->header.id).ok());
+  HbmList::Remove(entry);
+  entry->hbm = {};
+  if (!entry->doomed) --CodecStats(*entry).hbm_objects;
+}
+
 void BlockTable::SetDram(Entry* entry, Extent extent) {
+  OKV_CHECK(extent.device() == nullptr);
   entry->dram = dram_->Adopt(entry->object, std::move(extent));
   in_dram_.PushBack(entry);
   if (!entry->doomed) ++CodecStats(*entry).dram_objects;

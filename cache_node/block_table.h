@@ -15,8 +15,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "cache_node/payload.h"
 #include "cache_node/tenant_budgets.h"
 #include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/hbm_tier.h"
 #include "cache_node/tiers/tier.h"
 #include "cache_node/use_list.h"
 #include "proto/ids.h"
@@ -33,25 +35,29 @@ struct TenantUse {
   uint64_t budget_bytes = 0;
   bool over() const { return payload_bytes > budget_bytes; }
 };
+struct InHbm {};
 struct InDram {};
 struct OnDisk {};
 struct InGroup {};
-// One object of the table: in up to three of its lists. Guarded by the table's mutex; `object`
+// One object of the table: in up to four of its lists. Guarded by the table's mutex; `object`
 // never changes.
-struct TableEntry : ListHook<InDram>, ListHook<OnDisk>, ListHook<InGroup> {
+struct TableEntry : ListHook<InHbm>, ListHook<InDram>, ListHook<OnDisk>, ListHook<InGroup> {
   ObjectRef object;
+  absl::Span<const uint8_t> hbm;   // Empty: not in HBM.
   absl::Span<const uint8_t> dram;  // Empty: not in DRAM.
   DiskPlace place;                 // Unknown: not on disk.
   TenantUse* tenant = nullptr;
   uint64_t used = 0;    // The table's count of uses at the last one.
   uint64_t loaded = 0;  // The table's count of loaded bytes at the last load; 0: none.
+  uint64_t missed = 0;  // The same of uses that HBM could not serve.
   uint32_t pins = 0;
   bool doomed = false;    // Nobody may pin it any more.
   bool released = false;  // Doomed, and its disk copy is gone: the last unpin forgets it.
 };
 }  // namespace internal
 
-// A hold on an object: while it lives, its DRAM copy, if any, stays where it is. Move-only.
+// A hold on an object: while it lives, its copies in HBM and DRAM, if any, stay where they are.
+// Move-only.
 // Thread-compatible; outlived by the table.
 class ObjectPin {
  public:
@@ -75,6 +81,10 @@ class ObjectPin {
   const ObjectId& id() const { return entry_->object->header.id; }
   // The payload where it is in DRAM, empty when it is not. Never changes once it is there.
   absl::Span<const uint8_t> dram() const;
+  // The same in HBM.
+  Payload hbm() const;
+  // Where it is fastest: in HBM, else in DRAM, else empty.
+  Payload memory() const;
   bool on_disk() const { return place().known(); }
   // Where its disk copy is; it moves when the disk tier makes room.
   DiskPlace place() const;
@@ -120,6 +130,7 @@ struct TableStats {
   struct PerCodec {
     uint64_t stored_bytes = 0;   // Payload.
     uint64_t logical_bytes = 0;  // The same tokens in BF16.
+    uint64_t hbm_objects = 0;
     uint64_t dram_objects = 0;
     uint64_t disk_objects = 0;
   };
@@ -132,19 +143,20 @@ struct TableStats {
 // An object that could leave the node.
 struct ColdObject {
   ObjectId id;
-  DiskPlace place;  // Unknown: only in DRAM.
-  bool in_dram = false;
+  DiskPlace place;  // Unknown: only in memory.
+  bool in_memory = false;
   bool over_budget = false;  // Its tenant's turn, not its own.
   uint64_t payload_bytes = 0;
 };
 
 // What this node holds, and where. The only authority: metrics, inventory and the control plane's
-// index follow it. An object leaves DRAM only when it is on disk and nobody pins it. Thread-safe;
-// `dram` outlives it. Lock order: the table's, the DRAM tier's, the pool's.
+// index follow it. An object leaves HBM only when it is in DRAM or on disk, DRAM only when it is on
+// disk, and neither while somebody pins it. Thread-safe; `dram` and `hbm` (null: there is none)
+// outlive it. Lock order: the table's, a tier's, its pool's.
 class BlockTable {
  public:
-  explicit BlockTable(DramTier* dram, const TenantBudgets& budgets = {})
-      : dram_(dram), budgets_(budgets) {}
+  explicit BlockTable(DramTier* dram, const TenantBudgets& budgets = {}, HbmTier* hbm = nullptr)
+      : dram_(dram), hbm_(hbm), budgets_(budgets) {}
   ~BlockTable();
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
@@ -152,7 +164,7 @@ class BlockTable {
   // kAlreadyExists when the object is held; kAborted when another write of it is under way, or an
   // old copy is still leaving.
   absl::StatusOr<WriteClaim> Claim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
-  // The claimed object is held from now on, its payload in `extent`.
+  // The claimed object is held from now on, its payload in `extent`, of HBM or DRAM.
   void Commit(WriteClaim claim, ObjectRef object, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
   struct Adopted {
     ObjectRef object;
@@ -164,8 +176,13 @@ class BlockTable {
 
   // kNotFound when it is not held. Counts as a use.
   absl::StatusOr<ObjectPin> Pin(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
-  // A copy from disk came up: it becomes the DRAM copy unless another got there first.
+  // Another hold on the same object. Not a use.
+  ObjectPin PinAgain(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
+  // A copy from disk came up, or one from HBM down: it becomes the DRAM copy unless another got
+  // there first.
   void AttachDram(const ObjectPin& pin, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same in HBM, from DRAM.
+  void AttachHbm(const ObjectPin& pin, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
 
   enum class Where { kAnywhere, kOnDiskToo, kOnlyInDram };
   struct ColdestQuery {
@@ -176,6 +193,17 @@ class BlockTable {
   // Pins the least recently used objects in DRAM that nobody pins, those of tenants over their
   // budget first. Not a use.
   std::vector<ObjectPin> PinColdest(const ColdestQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
+  enum class InHbm { kAnywhere, kElsewhereToo, kOnlyInHbm };
+  struct HbmQuery {
+    uint64_t bytes = 0;      // Until this much is found,
+    size_t objects_max = 0;  // or this many.
+    InHbm where = InHbm::kAnywhere;
+  };
+  // PinColdest of HBM.
+  std::vector<ObjectPin> PinColdestInHbm(const HbmQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
+  // HBM could not serve a use of the object. True when it was so before, and no more than
+  // `window_bytes` of payload were missed since.
+  bool NoteHbmMiss(const ObjectPin& pin, uint64_t window_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   // The object is about to be read from disk. True when it was before, and no more than
   // `window_bytes` of payload were read since.
   bool NoteLoad(const ObjectPin& pin, uint64_t window_bytes) ABSL_LOCKS_EXCLUDED(mu_);
@@ -184,10 +212,12 @@ class BlockTable {
   // Gives the pin back and, if the object is on disk and no other pin is left, its DRAM copy.
   // Returns the payload bytes that left DRAM.
   uint64_t UnpinAndEvict(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same of its HBM copy, if it is in DRAM or on disk.
+  uint64_t UnpinAndEvictHbm(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct ColdQuery {
-    uint64_t bytes = 0;      // Until this much is found.
-    bool with_dram = false;  // Then also what DRAM holds, after what only the disk does.
+    uint64_t bytes = 0;        // Until this much is found.
+    bool with_memory = false;  // Then also what DRAM and HBM hold, after what only the disk does.
   };
   // The least recently used objects that nobody pins: what may leave the node, with
   // those of tenants over their budget first, as far as these are. Never a block before
@@ -214,11 +244,13 @@ class BlockTable {
   friend class WriteClaim;
   using Entry = internal::TableEntry;
 
+  using HbmList = HookedList<Entry, internal::InHbm>;
   using DramList = HookedList<Entry, internal::InDram>;
   using DiskList = HookedList<Entry, internal::OnDisk>;
   using GroupList = HookedList<Entry, internal::InGroup>;
 
   absl::Span<const uint8_t> Dram(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
+  Payload Hbm(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
   DiskPlace Place(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(Entry* entry) ABSL_LOCKS_EXCLUDED(mu_);
   void Unclaim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
@@ -228,13 +260,16 @@ class BlockTable {
                         std::vector<ObjectPin>* pins) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   ObjectPin PinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DoomLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void SetHbm(Entry* entry, Extent extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DropHbm(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void SetDram(Entry* entry, Extent extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DropDram(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void SetPlace(Entry* entry, const DiskPlace& place) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LeaveGroup(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DropPlace(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  static bool MayLeave(const Entry& entry, bool in_dram) {
-    return entry.pins == 0 && !entry.doomed && (in_dram || entry.dram.empty());
+  static bool InMemory(const Entry& entry) { return !entry.dram.empty() || !entry.hbm.empty(); }
+  static bool MayLeave(const Entry& entry, bool in_memory) {
+    return entry.pins == 0 && !entry.doomed && (in_memory || !InMemory(entry));
   }
   uint32_t ChildrenCount(const BlockKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   TableStats::PerCodec& CodecStats(const Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -245,6 +280,7 @@ class BlockTable {
   bool AnyTenantOver() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   DramTier* const dram_;
+  HbmTier* const hbm_;
   const TenantBudgets budgets_;
 
   mutable Mutex mu_;
@@ -255,7 +291,9 @@ class BlockTable {
       ABSL_GUARDED_BY(mu_);
   uint64_t uses_count_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t loaded_bytes_ ABSL_GUARDED_BY(mu_) = 0;
-  // In DRAM; on disk: the coldest first.
+  uint64_t missed_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  // In HBM; in DRAM; on disk: the coldest first.
+  HbmList in_hbm_ ABSL_GUARDED_BY(mu_);
   DramList in_dram_ ABSL_GUARDED_BY(mu_);
   DiskList on_disk_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<uint32_t, std::unique_ptr<GroupList>> groups_ ABSL_GUARDED_BY(mu_);

@@ -46,7 +46,7 @@ absl::Status Evictor::MakeRoom(uint64_t bytes, uint64_t group_bytes) {
       continue;
     }
     if (plan.groups.empty() && group_bytes > 0) {
-      plan = Choose(parts_.table->Cold({.bytes = goal, .with_dram = true}), goal, room);
+      plan = Choose(parts_.table->Cold({.bytes = goal, .with_memory = true}), goal, room);
     }
     if (plan.groups.empty()) {
       if (parts_.disk->ShortBytes(bytes) == 0) return absl::OkStatus();
@@ -78,7 +78,7 @@ Evictor::Plan Evictor::Choose(std::vector<ColdObject> cold, uint64_t goal_bytes,
   size_t count = 0;
   for (; count < cold.size() && dead_bytes < goal_bytes; ++count) {
     const auto use = uses.find(cold[count].place.group);
-    if (use == uses.end()) continue;  // In DRAM only.
+    if (use == uses.end()) continue;  // In memory only.
     use->second.live_bytes -=
         std::min(use->second.live_bytes, DiskPagesBytes(cold[count].payload_bytes));
     if (use->second.live_bytes == 0) dead_bytes += use->second.file_bytes;

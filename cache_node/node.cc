@@ -48,6 +48,10 @@ absl::Status NodeOptions::Validate() const {
   if (control_timeout.count() <= 0) {
     return absl::InvalidArgumentError("--control_timeout must be positive");
   }
+  if (hbm_bytes > 0 && hbm_device == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hbm_bytes is ", hbm_bytes, ", and there is no device to hold them"));
+  }
   OKV_RETURN_IF_ERROR(spill.Validate());
   return data_plane.Validate();
 }
@@ -69,6 +73,9 @@ StorageOptions Node::MakeStorageOptions() const {
   StorageOptions options;
   options.pool = {
       .arena_bytes = options_.dram_bytes, .prefault = options_.prefault, .progress = {}};
+  options.hbm_pool = {
+      .arena_bytes = options_.hbm_bytes, .device = options_.hbm_device, .progress = {}};
+  options.hbm = options_.hbm;
   options.disk = {.data_dir = options_.data_dir,
                   .disk_bytes = options_.disk_bytes,
                   .node_id = options_.node_id,
@@ -99,6 +106,9 @@ absl::Status Node::StartParts() {
                                                                       .on_removed = on_removed,
                                                                       .log = log_}));
   OKV_RETURN_IF_ERROR(transport_->RegisterMemory(storage_->pool()->arena()));
+  if (BlockPool* hbm = storage_->hbm_pool()) {
+    OKV_RETURN_IF_ERROR(transport_->RegisterMemory(hbm->arena(), MemoryKind::kDevice));
+  }
   data_plane_ = std::make_unique<DataPlane>(
       options_.data_plane,
       DataPlane::Parts{
@@ -109,6 +119,7 @@ absl::Status Node::StartParts() {
           .formats = storage_->formats(),
           .metrics = &metrics_,
           .clock = clock_,
+          .hbm = storage_->hbm_mover(),
           .arena_bytes = storage_->pool()->capacity_bytes(),
           .node_id = storage_->node_id(),
           .ticket_key =

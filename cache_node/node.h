@@ -28,12 +28,17 @@ struct NodeOptions {
   std::string data_dir;
   std::string node_id;  // Empty: the one that data_dir remembers.
   uint64_t dram_bytes = 0;
+  // The HBM tier: payloads in this device's memory. 0 bytes: there is none. The transport must have
+  // the same device, which outlives the node.
+  uint64_t hbm_bytes = 0;
+  DeviceMemory* hbm_device = nullptr;
   uint64_t disk_bytes = 0;
   uint64_t disk_free_floor_bytes = 0;  // Left free on data_dir's file system.
   bool prefault = true;
   std::chrono::milliseconds control_timeout{30'000};  // At start; afterwards it tries for ever.
   std::chrono::milliseconds spill_timeout{20'000};    // At stop.
   SpillerOptions spill;
+  HbmMoverOptions hbm;
   TenantBudgets tenant_budgets;
   DataPlaneOptions data_plane;
 

@@ -106,6 +106,15 @@ NodeMetrics::NodeMetrics()
       promoted_bytes_(&Counters(&registry_, "okv_node_promoted_bytes_total",
                                 "Payload bytes copied from disk to DRAM and kept there")
                            ->Add({})),
+      hbm_spilled_bytes_(&Counters(&registry_, "okv_node_hbm_spilled_bytes_total",
+                                   "Payload bytes copied from HBM to DRAM")
+                              ->Add({})),
+      hbm_promoted_bytes_(&Counters(&registry_, "okv_node_hbm_promoted_bytes_total",
+                                    "Payload bytes copied from DRAM to HBM")
+                               ->Add({})),
+      hbm_sent_bytes_(Counters(&registry_, "okv_node_hbm_sent_bytes_total",
+                               "Payload bytes delivered from HBM, by the way to the reader's GPU: "
+                               "cuda_ipc, rdma, staged")),
       passed_bytes_(&Counters(&registry_, "okv_node_passed_bytes_total",
                               "Payload bytes read from disk for one use and not kept in DRAM")
                          ->Add({})),
@@ -115,7 +124,7 @@ NodeMetrics::NodeMetrics()
       verify_seconds_(Seconds(&registry_, "okv_node_verify_seconds",
                               "Verification of one object's checksums", kVerifyBuckets)) {
   // Zero is a value too: an alert on a rate needs the series before the first event.
-  for (const char* tier : {"dram", "disk"}) {
+  for (const char* tier : {"hbm", "dram", "disk"}) {
     hits_->Add({{"tier", tier}});
     corrupt_->Add({{"tier", tier}});
   }
@@ -165,6 +174,18 @@ void NodeMetrics::Promoted(uint64_t payload_bytes) {
   promoted_bytes_->Increment(static_cast<double>(payload_bytes));
 }
 
+void NodeMetrics::HbmSpilled(uint64_t payload_bytes) {
+  hbm_spilled_bytes_->Increment(static_cast<double>(payload_bytes));
+}
+
+void NodeMetrics::HbmPromoted(uint64_t payload_bytes) {
+  hbm_promoted_bytes_->Increment(static_cast<double>(payload_bytes));
+}
+
+void NodeMetrics::HbmSent(absl::string_view path, uint64_t payload_bytes) {
+  hbm_sent_bytes_->Add({{"path", std::string(path)}}).Increment(static_cast<double>(payload_bytes));
+}
+
 void NodeMetrics::Passed(uint64_t payload_bytes) {
   passed_bytes_->Increment(static_cast<double>(payload_bytes));
 }
@@ -212,6 +233,7 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
     const std::string codec(CodecName(kCodecs[i]));
     Set(&stored, stats.codecs[i].stored_bytes, {{"codec", codec}});
     Set(&logical, stats.codecs[i].logical_bytes, {{"codec", codec}});
+    Set(&objects, stats.codecs[i].hbm_objects, {{"tier", "hbm"}, {"codec", codec}});
     Set(&objects, stats.codecs[i].dram_objects, {{"tier", "dram"}, {"codec", codec}});
     Set(&objects, stats.codecs[i].disk_objects, {{"tier", "disk"}, {"codec", codec}});
   }

@@ -46,6 +46,11 @@ class NodeMetrics {
   void BlockAbandoned();
   void Spilled(uint64_t payload_bytes);
   void Promoted(uint64_t payload_bytes);
+  // Between HBM and DRAM.
+  void HbmSpilled(uint64_t payload_bytes);
+  void HbmPromoted(uint64_t payload_bytes);
+  // Delivered from HBM, by Connection::device_path.
+  void HbmSent(absl::string_view path, uint64_t payload_bytes);
   // Read from disk for one use, and not kept in DRAM.
   void Passed(uint64_t payload_bytes);
   // The disk could not take a group.
@@ -79,6 +84,9 @@ class NodeMetrics {
   prometheus::Family<prometheus::Counter>* const spill_failures_;
   prometheus::Counter* const spilled_bytes_;
   prometheus::Counter* const promoted_bytes_;
+  prometheus::Counter* const hbm_spilled_bytes_;
+  prometheus::Counter* const hbm_promoted_bytes_;
+  prometheus::Family<prometheus::Counter>* const hbm_sent_bytes_;
   prometheus::Counter* const passed_bytes_;
   prometheus::Histogram* const fetch_seconds_;
   prometheus::Histogram* const verify_seconds_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <future>
 #include <memory>
 #include <utility>
@@ -98,15 +97,31 @@ void Rechecker::Run() {
 
 bool Rechecker::Do(Job* job) {
   if (job->step == Step::kCheck) return Check(job);
-  if (job->step == Step::kReturn) return Return(job);
-  absl::StatusOr<ObjectPin> pin = parts_.table->Pin(job->id);
-  return !pin.ok() || pin->dram().empty() || !pin->on_disk() ||
-         parts_.table->UnpinAndEvict(*std::move(pin)) > 0;
+  return job->step == Step::kReturn ? Return(job) : Evict(job);
+}
+
+bool Rechecker::Evict(Job* job) {
+  for (bool* which : {&job->evict_hbm, &job->evict_dram}) {
+    if (!*which) continue;
+    absl::StatusOr<ObjectPin> pin = parts_.table->Pin(job->id);
+    if (!pin.ok()) return true;
+    const bool is_hbm = which == &job->evict_hbm;
+    const bool gone = is_hbm ? pin->hbm().empty() || (pin->dram().empty() && !pin->on_disk())
+                             : pin->dram().empty() || !pin->on_disk();
+    if (!gone && (is_hbm ? parts_.table->UnpinAndEvictHbm(*std::move(pin))
+                         : parts_.table->UnpinAndEvict(*std::move(pin))) == 0) {
+      return false;
+    }
+    *which = false;
+  }
+  return true;
 }
 
 Rechecker::Findings Rechecker::Look(const ObjectPin& pin) const {
   const HeldObject& object = pin.object();
-  Findings found = {.in_dram = !pin.dram().empty(), .on_disk = pin.on_disk()};
+  Findings found = {
+      .in_hbm = !pin.hbm().empty(), .in_dram = !pin.dram().empty(), .on_disk = pin.on_disk()};
+  if (found.in_hbm) found.hbm = parts_.spiller->Verify(object, pin.hbm());
   if (found.in_dram) found.dram = parts_.spiller->Verify(object, pin.dram());
   if (found.on_disk) {
     const size_t bytes = object.header.payload_bytes;
@@ -127,27 +142,42 @@ bool Rechecker::Check(Job* job) {
     return true;
   }
   const Findings found = Look(*pin);
+  const bool bad_hbm = absl::IsDataLoss(found.hbm);
   const bool bad_dram = absl::IsDataLoss(found.dram);
   const bool bad_disk = absl::IsDataLoss(found.disk);
-  if (!bad_dram && !bad_disk) {
+  if (!bad_hbm && !bad_dram && !bad_disk) {
     // A disk that cannot be read says nothing about its bytes.
-    parts_.metrics->Complained(found.disk.ok() ? NodeMetrics::Verdict::kUnfounded
-                                               : NodeMetrics::Verdict::kNotChecked);
+    const bool looked = found.hbm.ok() && found.disk.ok();
+    parts_.metrics->Complained(looked ? NodeMetrics::Verdict::kUnfounded
+                                      : NodeMetrics::Verdict::kNotChecked);
     return true;
   }
   parts_.metrics->Complained(NodeMetrics::Verdict::kConfirmed);
   ReturnToken(job->tenant);
+  if (bad_hbm) parts_.metrics->Corrupt("hbm");
   if (bad_dram) parts_.metrics->Corrupt("dram");
   if (bad_disk) parts_.metrics->Corrupt("disk");
+  const bool good_hbm = found.in_hbm && found.hbm.ok();
   const bool good_dram = found.in_dram && !bad_dram;
-  if (bad_dram && found.on_disk && !bad_disk) {
-    parts_.log(absl::StrCat("dropping a DRAM copy, the disk has another: ", found.dram.message()));
+  const bool good_disk = found.on_disk && !bad_disk;
+  const absl::Status& why = bad_hbm ? found.hbm : bad_dram ? found.dram : found.disk;
+  // A copy may go while a lower one is left.
+  const bool lowest_is_good = found.on_disk ? good_disk : good_dram;
+  if (lowest_is_good) {
+    parts_.log(absl::StrCat(bad_hbm ? "dropping an HBM copy, a lower tier has another: "
+                                    : "dropping a DRAM copy, the disk has another: ",
+                            why.message()));
     job->step = Step::kEvict;
+    job->evict_hbm = bad_hbm;
+    job->evict_dram = bad_dram;
     pin->Release();
     return Do(job);
   }
-  if (bad_disk && good_dram) return DropDiskCopy(job, *std::move(pin), found.disk);
-  Quarantine(*std::move(pin), bad_dram ? found.dram : found.disk);
+  if (good_dram || good_hbm) {
+    const Payload good = good_dram ? Payload{.bytes = pin->dram()} : pin->hbm();
+    return Rescue(job, *std::move(pin), good, bad_disk ? found.disk : found.dram);
+  }
+  Quarantine(*std::move(pin), why);
   return true;
 }
 
@@ -158,16 +188,20 @@ absl::StatusOr<Extent> Rechecker::Allocate(size_t bytes) {
   return room.get_future().get();
 }
 
-bool Rechecker::DropDiskCopy(Job* job, ObjectPin pin, const absl::Status& why) {
-  absl::StatusOr<Extent> extent = Allocate(pin.object().header.payload_bytes);
+bool Rechecker::Rescue(Job* job, ObjectPin pin, const Payload& good, const absl::Status& why) {
+  const size_t bytes = pin.object().header.payload_bytes;
+  absl::StatusOr<Extent> extent = Allocate(bytes);
   if (!extent.ok()) {
-    // It stays in DRAM; when it leaves it, the load that finds the bad copy quarantines it.
-    parts_.log(absl::StrCat("no room to save a copy whose disk copy is bad: ", why.message()));
+    // It stays in memory; when it leaves it, the load that finds the bad copy quarantines it.
+    parts_.log(absl::StrCat("no room to save a copy, one below it is bad: ", why.message()));
     return true;
   }
-  parts_.log(absl::StrCat("dropping a disk copy, DRAM has another: ", why.message()));
-  const absl::Span<const uint8_t> payload = pin.dram();
-  std::memcpy(extent->span().data(), payload.data(), payload.size());
+  parts_.log(absl::StrCat("dropping a bad copy, memory has another: ", why.message()));
+  const absl::Status saved = GatherPieces(good, {{.offset = 0, .bytes = bytes}}, extent->span());
+  if (!saved.ok()) {
+    parts_.log(absl::StrCat("saving it: ", saved.message()));
+    return true;
+  }
   job->object = pin.object_ref();
   job->extent = *std::move(extent);
   job->step = Step::kReturn;

@@ -55,13 +55,15 @@ class Rechecker {
  private:
   enum class Step {
     kCheck,
-    kEvict,   // The DRAM copy is bad, and leaves when its readers have.
-    kReturn,  // The disk's copy is gone; the good one comes back when the readers have left.
+    kEvict,   // Copies in memory are bad, and leave when their readers have.
+    kReturn,  // The copy below is gone; the good one comes back when the readers have left.
   };
   struct Job {
     ObjectId id;
     std::string tenant;
     Step step = Step::kCheck;
+    bool evict_hbm = false;  // kEvict: which.
+    bool evict_dram = false;
     ObjectRef object = nullptr;  // kReturn: what, and its payload.
     Extent extent = {};
   };
@@ -70,8 +72,10 @@ class Rechecker {
     int64_t at_nanos;
   };
   struct Findings {
+    bool in_hbm = false;
     bool in_dram = false;
     bool on_disk = false;
+    absl::Status hbm = absl::OkStatus();
     absl::Status dram = absl::OkStatus();
     absl::Status disk = absl::OkStatus();
   };
@@ -81,8 +85,9 @@ class Rechecker {
   bool Do(Job* job) ABSL_LOCKS_EXCLUDED(mu_);
   bool Check(Job* job) ABSL_LOCKS_EXCLUDED(mu_);
   Findings Look(const ObjectPin& pin) const;
-  // Takes the object's bad disk copy away and keeps its good DRAM copy, in `job`.
-  bool DropDiskCopy(Job* job, ObjectPin pin, const absl::Status& why);
+  bool Evict(Job* job);
+  // Takes the object away, of which a copy below `good` is bad, and keeps that one, in `job`.
+  bool Rescue(Job* job, ObjectPin pin, const Payload& good, const absl::Status& why);
   bool Return(Job* job);
   void Quarantine(ObjectPin pin, const absl::Status& why);
   // Memory for a copy; none when there is no room.

@@ -15,6 +15,7 @@
 #include "cache_node/assembly.h"
 #include "cache_node/block_table.h"
 #include "cache_node/formats.h"
+#include "cache_node/hbm_mover.h"
 #include "cache_node/node_metrics.h"
 #include "cache_node/recheck.h"
 #include "cache_node/spill.h"
@@ -78,7 +79,8 @@ class DataPlane final : public Transport::AcceptHandler {
     Formats* formats;
     NodeMetrics* metrics;
     const Clock* clock;
-    uint64_t arena_bytes;  // A block larger than this can never come in.
+    HbmMover* hbm = nullptr;  // Null: no HBM tier.
+    uint64_t arena_bytes;     // A block larger than this can never come in.
     std::string node_id;
     std::function<std::string()> ticket_key;  // Empty: nobody can be let in yet.
     std::function<void(ObjectRef object)> on_committed;
@@ -123,7 +125,7 @@ class DataPlane final : public Transport::AcceptHandler {
     ObjectPin pin;               // From its turn on.
     AlignedBuffer own;           // The payload, when DRAM has no room for it.
     StagingPool::Buffer staged;  // The range, when the payload has it in several pieces.
-    absl::Status loaded;         // How the disk read ended.
+    absl::Status loaded;         // How the disk read or the copy ended.
     absl::string_view tier = "dram";
     bool sending = false;
   };
@@ -154,6 +156,7 @@ class DataPlane final : public Transport::AcceptHandler {
     const Format* format = nullptr;
     FormatId format_id;
     PageLayout layout;
+    std::string device_path;  // Of the connection, known from the first delivery from HBM on.
     std::deque<DeliveryRef> queue;
     int64_t queue_deadline_nanos = 0;                    // No deadline in the queue is earlier.
     bool has_turn = false;                               // It is in turns_.
@@ -186,11 +189,16 @@ class DataPlane final : public Transport::AcceptHandler {
   void ReadFromDisk(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
   // Gives up the session's reads that have not begun.
   void DropReads(Session* session);
-  // Copies the range together when the payload has it in several pieces. Any thread.
+  // Copies the range together when the payload has it in several pieces. Any thread; not the
+  // transport's when the payload is in HBM.
   void Gather(Delivery* delivery);
+  // Where the whole payload is. REQUIRES: it was loaded.
+  static Payload PayloadOf(const Delivery& delivery);
   void Loaded(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
   void SendDelivery(Session* session, uint64_t serial, Delivery* delivery);
   void OnSent(Session* session, uint64_t serial, const absl::Status& status);
+  // What a delivery means for the HBM tier: counted, or a use that another tier served.
+  void NoteHbm(Session* session, const Delivery& delivery);
   void SendFailure(Session* session, uint64_t request_id, uint32_t ordinal,
                    const absl::Status& status);
 

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -140,14 +139,18 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
   const uint64_t serial = next_serial_++;
   session->sending[serial] = delivery;
   ++bulks_count_;
-  if (delivery->pin.dram().empty()) {
+  const Payload memory = delivery->pin.memory();
+  if (memory.device != nullptr) delivery->tier = "hbm";
+  if (memory.empty()) {
     delivery->tier = "disk";
     reads_.Add(session->id, serial);
     PumpDisk();
     return;
   }
-  if (delivery->range.bytes(session->layout, delivery->id.codec) > kCopyHereBytesMax &&
-      RangePieces(delivery->range, session->layout, delivery->id.codec).size() > 1) {
+  const bool copy_here =
+      memory.device == nullptr &&
+      delivery->range.bytes(session->layout, delivery->id.codec) <= kCopyHereBytesMax;
+  if (!copy_here && RangePieces(delivery->range, session->layout, delivery->id.codec).size() > 1) {
     copiers_.Add([this, session_id = session->id, serial, delivery] {
       Gather(delivery.get());
       parts_.transport->Post(
@@ -211,13 +214,14 @@ void DataPlane::Gather(Delivery* delivery) {
   const std::vector<BlockPiece> pieces = RangePieces(delivery->range, object.layout, codec);
   if (pieces.size() == 1) return;  // Sent from where it is.
   delivery->staged = staging_.Take(delivery->range.bytes(object.layout, codec));
-  const uint8_t* from =
-      delivery->own != nullptr ? delivery->own.get() : delivery->pin.dram().data();
-  uint8_t* to = delivery->staged.span().data();
-  for (const BlockPiece& piece : pieces) {
-    std::memcpy(to, from + piece.offset, piece.bytes);
-    to += piece.bytes;
-  }
+  const absl::Status gathered = GatherPieces(PayloadOf(*delivery), pieces, delivery->staged.span());
+  if (!gathered.ok()) delivery->loaded = gathered;
+}
+
+Payload DataPlane::PayloadOf(const Delivery& delivery) {
+  if (delivery.own == nullptr) return delivery.pin.memory();
+  return {.bytes =
+              absl::MakeConstSpan(delivery.own.get(), delivery.pin.object().header.payload_bytes)};
 }
 
 absl::Status DataPlane::PinFor(const Session& session, Delivery* delivery) {
@@ -281,9 +285,7 @@ void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delive
   }
   absl::Span<const uint8_t> payload = delivery->staged.span();
   if (!delivery->staged.has_memory()) {
-    const absl::Span<const uint8_t> whole =
-        delivery->own != nullptr ? absl::MakeConstSpan(delivery->own.get(), object.payload_bytes)
-                                 : delivery->pin.dram();
+    const absl::Span<const uint8_t> whole = PayloadOf(*delivery).bytes;
     const BlockPiece piece = RangePieces(delivery->range, session->layout, object.id.codec)[0];
     payload = whole.subspan(piece.offset, piece.bytes);
   }
@@ -303,6 +305,7 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
   if (status.ok()) {
     const int64_t nanos = parts_.clock->NowNanos() - delivery->received_nanos;
     parts_.metrics->FetchHit(delivery->tier, static_cast<double>(nanos) * 1e-9);
+    NoteHbm(session, *delivery);
   } else if (!delivery->sending) {
     SendFailure(session, delivery->request_id, delivery->ordinal, status);
   } else {
@@ -311,6 +314,23 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
   delivery->pin.Release();
   TakeTurn(session);
   Pump();
+}
+
+void DataPlane::NoteHbm(Session* session, const Delivery& delivery) {
+  if (parts_.hbm == nullptr) return;
+  if (delivery.tier != "hbm") {
+    // Not what was read from disk for one use.
+    if (!delivery.pin.dram().empty()) parts_.hbm->Used(delivery.pin);
+    return;
+  }
+  if (session->device_path.empty()) {
+    session->device_path = session->connection->device_path();
+    parts_.log(absl::StrCat("session ", session->id, " of '", session->client_name,
+                            "' reads HBM by ", session->device_path, " (",
+                            session->connection->description(), ")"));
+  }
+  parts_.metrics->HbmSent(session->device_path,
+                          delivery.range.bytes(session->layout, delivery.id.codec));
 }
 
 void DataPlane::SendFailure(Session* session, uint64_t request_id, uint32_t ordinal,

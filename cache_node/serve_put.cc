@@ -115,6 +115,13 @@ absl::StatusOr<Share> DataPlane::CheckOffer(const Session& session, const v1::Pu
 }
 
 void DataPlane::FindRoom(const AssemblyRef& assembly) {
+  if (parts_.hbm != nullptr) {
+    absl::StatusOr<Extent> extent = parts_.hbm->Allocate(assembly->block_bytes());
+    if (extent.ok()) {
+      OnRoom(assembly, std::move(extent));
+      return;
+    }
+  }
   parts_.spiller->Allocate(
       assembly->block_bytes(), [this, assembly](absl::StatusOr<Extent> extent) {
         // Shared only because a posted function is copyable.
@@ -174,7 +181,8 @@ void DataPlane::OnReceived(uint64_t session_id, uint64_t serial, const absl::Sta
   session->incoming.erase(found);
   incoming->payload.reset();
   incoming->stored = status;
-  if (status.ok() && incoming->staged.span().size() > kCopyHereBytesMax) {
+  const bool on_device = incoming->assembly->extent.device() != nullptr;
+  if (status.ok() && (on_device || incoming->staged.span().size() > kCopyHereBytesMax)) {
     copiers_.Add([this, session_id, incoming] {
       Store(incoming.get());
       parts_.transport->Post([this, session_id, incoming] { OnStored(session_id, incoming); });

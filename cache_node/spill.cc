@@ -349,9 +349,9 @@ absl::Status Spiller::ReadFromDisk(const ObjectPin& pin, absl::Span<uint8_t> buf
   }
 }
 
-absl::Status Spiller::Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const {
+absl::Status Spiller::Verify(const HeldObject& object, const Payload& payload) const {
   const int64_t start_nanos = parts_.clock->NowNanos();
-  absl::Status status = VerifyObject(object.header, object.layout, payload);
+  absl::Status status = VerifyPayload(object, payload);
   parts_.metrics->Verified(Seconds(parts_.clock->NowNanos() - start_nanos));
   return status;
 }

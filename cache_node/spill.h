@@ -70,9 +70,18 @@ class Spiller {
   using AllocateDone = std::function<void(absl::StatusOr<Extent>)>;
   void Allocate(size_t bytes, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
   size_t waiters_count() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The same without waiting, and without a place among those who wait: what may go from DRAM at
+  // once goes. kResourceExhausted when that is not enough.
+  absl::StatusOr<Extent> AllocateNow(size_t bytes);
 
-  // VerifyObject, its time counted.
-  absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const;
+  // VerifyPayload, its time counted.
+  absl::Status Verify(const HeldObject& object, const Payload& payload) const;
+  absl::Status Verify(const HeldObject& object, absl::Span<const uint8_t> payload) const {
+    return Verify(object, Payload{.bytes = payload});
+  }
+
+  // The object is damaged in `tier`: it is gone, counted and reported.
+  void Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why);
 
   // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says;
   // else the payload itself, which DRAM had no room for, or not on its first use. kDataLoss when
@@ -105,7 +114,6 @@ class Spiller {
   absl::Status CopyDown(std::vector<ObjectPin>* pins, bool* disk_full);
   // Frees DRAM copies that the disk has too, without any write. Returns the bytes freed.
   uint64_t EvictClean(uint64_t bytes);
-  absl::StatusOr<Extent> AllocateNow(size_t bytes);
   // Memory for an object on its way up, if it may stay there: with free memory always, without it
   // from the second load on within a window as long as DRAM is large. So a scan over the disk
   // displaces nothing, and what is used again is promoted.
@@ -114,7 +122,6 @@ class Spiller {
   // Evicts what limit and floor ask for while nothing is spilled: others fill the disk too.
   void WatchFloor();
   void NoteDisk(const absl::Status& status);
-  void Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why);
 
   const SpillerOptions options_;
   const Parts parts_;

@@ -2,6 +2,7 @@
 
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
+#include "proto/check.h"
 #include "proto/page_layout.h"
 #include "proto/status_macros.h"
 
@@ -10,6 +11,11 @@ namespace okv {
 absl::Status StorageOptions::Validate() const {
   OKV_RETURN_IF_ERROR(pool.Validate());
   OKV_RETURN_IF_ERROR(disk.Validate());
+  if (hbm_pool.arena_bytes > 0) {
+    OKV_CHECK(hbm_pool.device != nullptr);
+    OKV_RETURN_IF_ERROR(hbm_pool.Validate());
+    OKV_RETURN_IF_ERROR(hbm.Validate());
+  }
   return spill.Validate();
 }
 
@@ -28,7 +34,9 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
   }
   OKV_ASSIGN_OR_RETURN(storage->pool_, BlockPool::Create(pool));
   storage->dram_ = std::make_unique<DramTier>(storage->pool_.get());
-  storage->table_ = std::make_unique<BlockTable>(storage->dram_.get(), options.tenant_budgets);
+  OKV_RETURN_IF_ERROR(storage->OpenHbm(options));
+  storage->table_ = std::make_unique<BlockTable>(storage->dram_.get(), options.tenant_budgets,
+                                                 storage->hbm_.get());
   OKV_RETURN_IF_ERROR(storage->AdoptDisk());
   storage->spiller_ =
       std::make_unique<Spiller>(options.spill, Spiller::Parts{.dram = storage->dram_.get(),
@@ -39,10 +47,48 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
                                                               .on_removed = parts.on_removed,
                                                               .log = parts.log});
   storage->spiller_->Start();
+  if (storage->hbm_ == nullptr) return storage;
+  storage->hbm_mover_ =
+      std::make_unique<HbmMover>(options.hbm, HbmMover::Parts{.hbm = storage->hbm_.get(),
+                                                              .dram = storage->dram_.get(),
+                                                              .table = storage->table_.get(),
+                                                              .spiller = storage->spiller_.get(),
+                                                              .metrics = parts.metrics,
+                                                              .log = parts.log});
+  storage->hbm_mover_->Start();
   return storage;
 }
 
-Storage::~Storage() = default;
+Storage::~Storage() {
+  if (spiller_ != nullptr) StopSpilling();
+}
+
+absl::Status Storage::OpenHbm(const StorageOptions& options) {
+  if (options.hbm_pool.arena_bytes == 0) return absl::OkStatus();
+  DeviceMemory* device = options.hbm_pool.device;
+  OKV_ASSIGN_OR_RETURN(hbm_pool_, BlockPool::Create(options.hbm_pool));
+  hbm_ = std::make_unique<HbmTier>(hbm_pool_.get());
+  // Spills and promotions then run at the speed of the link: without it the driver copies through
+  // a buffer of its own.
+  const absl::Status locked = device->LockHostMemory(pool_->arena());
+  if (!locked.ok()) parts_.log(absl::StrCat("DRAM stays pageable: ", locked.message()));
+  parts_.log(
+      absl::StrCat("HBM tier of ", hbm_pool_->capacity_bytes() >> 20, " MiB on ", device->name()));
+  return absl::OkStatus();
+}
+
+std::vector<const Tier*> Storage::tiers() const {
+  std::vector<const Tier*> tiers;
+  if (hbm_ != nullptr) tiers.push_back(hbm_.get());
+  tiers.push_back(dram_.get());
+  tiers.push_back(disk_.get());
+  return tiers;
+}
+
+void Storage::StopSpilling() {
+  spiller_->Stop();
+  if (hbm_mover_ != nullptr) hbm_mover_->Stop();
+}
 
 absl::Status Storage::AdoptDisk() {
   OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
@@ -83,10 +129,16 @@ absl::Status Storage::AdoptDisk() {
 }
 
 void Storage::SpillRest(int64_t timeout_nanos) {
-  const size_t left = spiller_->SpillAll(parts_.clock->NowNanos() + timeout_nanos);
+  const int64_t deadline_nanos = parts_.clock->NowNanos() + timeout_nanos;
+  size_t left = 0;
+  size_t copied = 0;
+  do {
+    copied = hbm_mover_ != nullptr ? hbm_mover_->SpillSome() : 0;
+    left = spiller_->SpillAll(deadline_nanos);
+  } while (copied > 0 && parts_.clock->NowNanos() < deadline_nanos);
   if (left > 0) {
     parts_.log(
-        absl::StrCat(left, " objects were only in DRAM and could not be spilled: they are lost"));
+        absl::StrCat(left, " objects were only in memory and could not be spilled: they are lost"));
   }
 }
 

@@ -13,9 +13,11 @@
 #include "cache_node/block_pool.h"
 #include "cache_node/block_table.h"
 #include "cache_node/formats.h"
+#include "cache_node/hbm_mover.h"
 #include "cache_node/node_metrics.h"
 #include "cache_node/spill.h"
 #include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/hbm_tier.h"
 #include "cache_node/tiers/rocksdb_tier.h"
 #include "proto/clock.h"
 
@@ -25,6 +27,8 @@ struct StorageOptions {
   BlockPoolOptions pool;
   RocksdbTierOptions disk;
   SpillerOptions spill;
+  BlockPoolOptions hbm_pool;  // 0 bytes: no HBM tier; otherwise it has a device.
+  HbmMoverOptions hbm;
   TenantBudgets tenant_budgets;
 
   // kInvalidArgument naming the field.
@@ -42,16 +46,16 @@ class Storage {
     std::function<void(const std::string& line)> log;
   };
   // Opens the directory, takes over every object it holds (reading the index only), maps and
-  // prefaults the arena: blocks for seconds. Errors are BlockPool::Create's and
+  // prefaults the arenas: blocks for seconds. Errors are BlockPool::Create's and
   // RocksdbTier::Open's.
   static absl::StatusOr<std::unique_ptr<Storage>> Open(const StorageOptions& options,
                                                        const Parts& parts);
   ~Storage();
 
   // No more memory is given out, and the spill thread ends. Before the transport goes.
-  void StopSpilling() { spiller_->Stop(); }
-  // Copies to disk what only DRAM holds, for at most timeout_nanos, and says what was left. After
-  // StopSpilling, when nothing changes any more.
+  void StopSpilling();
+  // Copies to disk what only DRAM or HBM holds, for at most timeout_nanos, and says what was left.
+  // After StopSpilling, when nothing changes any more.
   void SpillRest(int64_t timeout_nanos);
 
   BlockPool* pool() { return pool_.get(); }
@@ -60,20 +64,29 @@ class Storage {
   Formats* formats() { return formats_.get(); }
   RocksdbTier* disk() { return disk_.get(); }
   DramTier* dram() { return dram_.get(); }
+  // Null without an HBM tier.
+  HbmTier* hbm() { return hbm_.get(); }
+  HbmMover* hbm_mover() { return hbm_mover_.get(); }
+  BlockPool* hbm_pool() { return hbm_pool_.get(); }
   const std::string& node_id() const { return disk_->node_id(); }
-  std::vector<const Tier*> tiers() const { return {dram_.get(), disk_.get()}; }
+  // From the fastest down.
+  std::vector<const Tier*> tiers() const;
 
  private:
   explicit Storage(const Parts& parts) : parts_(parts) {}
   absl::Status AdoptDisk();
+  absl::Status OpenHbm(const StorageOptions& options);
 
   const Parts parts_;
   std::unique_ptr<RocksdbTier> disk_;
   std::unique_ptr<Formats> formats_;
   std::unique_ptr<BlockPool> pool_;
   std::unique_ptr<DramTier> dram_;
+  std::unique_ptr<BlockPool> hbm_pool_;
+  std::unique_ptr<HbmTier> hbm_;
   std::unique_ptr<BlockTable> table_;
   std::unique_ptr<Spiller> spiller_;
+  std::unique_ptr<HbmMover> hbm_mover_;
 };
 
 }  // namespace okv

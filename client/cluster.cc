@@ -186,6 +186,10 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Connect(const ClusterOptions& 
                                                           Transport* transport) {
   OKV_RETURN_IF_ERROR(options.Validate());
   OKV_RETURN_IF_ERROR(format.Validate());
+  if (options.device != nullptr && !transport->takes_device_memory()) {
+    return absl::InvalidArgumentError(absl::StrCat("device ", options.device->name(),
+                                                   ": the transport was made without a device"));
+  }
   auto client = std::make_unique<ClusterClient>(options, format, transport);
   OKV_RETURN_IF_ERROR(client->Open());
   return client;
@@ -209,6 +213,24 @@ ClusterClient::~ClusterClient() {
 
 absl::Status ClusterClient::Open() {
   return RetryConnecting(options_, [this] { return RenewTicket(options_.rpc_timeout); });
+}
+
+absl::StatusOr<MemoryKind> ClusterClient::KindOf(const uint8_t* memory,
+                                                 std::optional<MemoryKind> said) const {
+  DeviceMemory* device = options_.device;
+  if (device == nullptr) {
+    if (said == MemoryKind::kDevice) {
+      return absl::InvalidArgumentError("it is in a device's memory, and this cluster has none");
+    }
+    return MemoryKind::kHost;
+  }
+  const MemoryKind kind = said.has_value()       ? *said
+                          : device->Owns(memory) ? MemoryKind::kDevice
+                                                 : MemoryKind::kHost;
+  if (kind == MemoryKind::kDevice && reinterpret_cast<uintptr_t>(memory) % 16 != 0) {
+    return absl::InvalidArgumentError("in a device's memory it must be on a multiple of 16");
+  }
+  return kind;
 }
 
 absl::Status ClusterClient::RenewTicket(absl::Duration timeout) {
@@ -324,6 +346,8 @@ void ClusterClient::Count(const ClusterStats& call) {
   stats_.failovers_damaged += call.failovers_damaged;
   stats_.failovers_missing += call.failovers_missing;
   stats_.complaints += call.complaints;
+  stats_.fetched_to_device += call.fetched_to_device;
+  stats_.verify_nanos += call.verify_nanos;
 }
 
 absl::StatusOr<LookupResult> ClusterClient::Lookup(absl::Span<const BlockKey> keys,

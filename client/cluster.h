@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/device_memory.h"
 #include "proto/block_key.h"
 #include "proto/block_range.h"
 #include "proto/format.h"
@@ -31,6 +32,10 @@ struct ClusterOptions {
   // A node that delivers nothing of a fetch for so long loses what another node holds too to that
   // one. Far above a busy disk's read, far below what a prefill costs.
   absl::Duration fetch_stall_timeout = absl::Seconds(2);
+  // Buffers and payloads may be in this GPU's memory: they are verified and hashed there. The
+  // transport was made with the same one, and their memory registered with it. Null: every address
+  // is the host's. Outlives the cluster.
+  DeviceMemory* device = nullptr;
 
   absl::Status Validate() const;
 };
@@ -55,8 +60,10 @@ struct FetchItem {
   BlockIndex index;
   std::vector<LookupResult::Node> nodes;  // Who holds it, best first: tried in order.
   // As many bytes as the range has, the whole block's layout.block_bytes(id.codec); alive until
-  // Fetch returns.
+  // Fetch returns. In a device's memory on a multiple of 16.
   absl::Span<uint8_t> buffer;
+  // Which memory that is; not said: the device is asked.
+  std::optional<MemoryKind> memory = std::nullopt;
 };
 
 // What a Cluster did since it was made, in objects unless the name says otherwise.
@@ -72,6 +79,9 @@ struct ClusterStats {
 
   uint64_t complaints = 0;  // Payloads that failed verification, reported to their node.
 
+  uint64_t fetched_to_device = 0;  // Of `fetched`: into a device's memory, verified there.
+  uint64_t verify_nanos = 0;       // The calling threads' time for the verification of arrivals.
+
   uint64_t failovers() const {
     return failovers_unavailable + failovers_stalled + failovers_damaged + failovers_missing;
   }
@@ -83,6 +93,7 @@ struct PutItem {
   std::optional<BlockKey> parent = std::nullopt;
   // As many bytes as the range has, the whole block's or a rank's; alive until Put returns.
   absl::Span<const uint8_t> payload;
+  std::optional<MemoryKind> memory = std::nullopt;  // As of a FetchItem.
 };
 
 // A session with the control plane and, as needed, with nodes. What crosses a process boundary of a
@@ -98,7 +109,8 @@ class Cluster {
   static absl::StatusOr<RotationSet> GetRotation(const ClusterOptions& options,
                                                  const RotationHash& hash);
 
-  // Opens a session for `format`. kUnavailable after connect_timeout without a control plane (the
+  // Opens a session for `format`. kInvalidArgument for a device that the transport was made
+  // without; kUnavailable after connect_timeout without a control plane (the
   // message names the address and the attempts); kFailedPrecondition naming the field when the
   // control plane knows the rotation set under another geometry, or not at all.
   static absl::StatusOr<std::unique_ptr<Cluster>> Connect(const ClusterOptions& options,
@@ -113,13 +125,18 @@ class Cluster {
   virtual absl::StatusOr<LookupResult> Lookup(absl::Span<const BlockKey> keys,
                                               absl::Duration deadline) = 0;
 
-  // Fetches objects into the callers' buffers and verifies each on arrival. One status per item:
+  // Fetches objects into the callers' buffers and verifies each on arrival, those in a device's
+  // memory on the device. One status per item:
   // OK the buffer holds the verified payload; kNotFound a miss; kDataLoss it arrived damaged from
   // every node that has it; kUnavailable its nodes are gone; kDeadlineExceeded. No byte of a failed
   // item is valid. When Fetch returns nothing writes into any buffer.
   //
   // An item whose node is gone, stalls, has it no longer or sends damaged bytes is asked of its
   // next node, until the deadline; what was fetched by then stays good.
+  //
+  // Items whose buffers lie side by side, in their order, may travel together from a node where the
+  // objects lie so too: with a buffer for each block and no gaps between them a fetch between GPUs
+  // takes few transfers. Work that is queued on the device after Fetch returned sees the bytes.
   //
   // A tensor-parallel rank names its heads in `range` (what it leaves out is all of them, as of the
   // layers): a buffer then holds the range's own bytes, the first layer's runs of these heads, then

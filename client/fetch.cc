@@ -36,7 +36,8 @@ class ClusterClient::FetchCall {
     bool reconnected = false;  // Asked again over a new connection after an idle one had died.
     bool new_ticket = false;   // Asked again with a new ticket.
     bool finished = false;
-    absl::Status status;  // Final, or the worst of the nodes so far.
+    bool on_device = false;  // Its buffer is.
+    absl::Status status;     // Final, or the worst of the nodes so far.
   };
   struct Group {
     LookupResult::Node node;
@@ -53,6 +54,10 @@ class ClusterClient::FetchCall {
   // Goes on to the item's next node; false when there is none.
   bool Failover(size_t item, const Group& group, const absl::Status& status);
   bool HasNextNode(size_t item) const { return states_[item].node + 1 < items_[item].nodes.size(); }
+  // What the checksums say of each result that is OK, and the others' statuses.
+  std::vector<absl::Status> Verify(const std::vector<CallBoard::Result>& results);
+  void VerifyOnDevice(const std::vector<CallBoard::Result>& results,
+                      std::vector<absl::Status>* statuses);
   void Finish(size_t item, const absl::Status& status);
   void FinishTooLate(size_t item);
   // Gives up nodes that deliver nothing and whose items another one has; when to look again.
@@ -116,8 +121,13 @@ void ClusterClient::FetchCall::CheckItems() {
       Finish(i, range_.status());
       continue;
     }
+    const absl::StatusOr<MemoryKind> kind = client_->KindOf(item.buffer.data(), item.memory);
+    states_[i].on_device = kind.ok() && *kind == MemoryKind::kDevice;
     const size_t expected = range_->bytes(client_->layout_, item.id.codec);
-    if (item.buffer.size() != expected) {
+    if (!kind.ok()) {
+      Finish(i, absl::InvalidArgumentError(
+                    absl::StrCat("item ", i, ": its buffer: ", kind.status().message())));
+    } else if (item.buffer.size() != expected) {
       Finish(i,
              absl::InvalidArgumentError(absl::StrCat(
                  "item ", i, ": its buffer has ", item.buffer.size(), " bytes, not ", expected)));
@@ -248,6 +258,50 @@ void ClusterClient::FetchCall::Cut() {
   }
 }
 
+std::vector<absl::Status> ClusterClient::FetchCall::Verify(
+    const std::vector<CallBoard::Result>& results) {
+  const absl::Time start = absl::Now();
+  std::vector<absl::Status> statuses;
+  bool any_on_device = false;
+  for (const CallBoard::Result& result : results) {
+    statuses.push_back(result.status);
+    if (!result.status.ok()) continue;
+    const absl::Span<const uint8_t> buffer = items_[result.item].buffer;
+    if (states_[result.item].on_device) {
+      any_on_device = true;
+      statuses.back() = CheckRangeSizes(*result.header, client_->layout_, *range_, buffer.size());
+    } else {
+      statuses.back() = VerifyRange(*result.header, client_->layout_, *range_, buffer);
+    }
+  }
+  if (any_on_device) VerifyOnDevice(results, &statuses);
+  stats_.verify_nanos += static_cast<uint64_t>(absl::ToInt64Nanoseconds(absl::Now() - start));
+  return statuses;
+}
+
+void ClusterClient::FetchCall::VerifyOnDevice(const std::vector<CallBoard::Result>& results,
+                                              std::vector<absl::Status>* statuses) {
+  const PageLayout& layout = client_->layout_;
+  std::vector<size_t> members;
+  std::vector<DeviceRuns> blocks;
+  std::vector<std::vector<uint32_t>> parts;  // The checksums of ranges.
+  for (size_t i = 0; i < results.size(); ++i) {
+    const CallBoard::Result& result = results[i];
+    if (!result.status.ok() || !(*statuses)[i].ok() || !states_[result.item].on_device) continue;
+    members.push_back(i);
+    blocks.push_back(
+        DeviceRuns::OfRange(result.header->id, layout, *range_, items_[result.item].buffer.data()));
+    parts.push_back(range_->Select(result.header->checksums, layout));
+  }
+  const std::vector<absl::Span<const uint32_t>> expected(parts.begin(), parts.end());
+  const std::vector<absl::Status> verified = client_->options_.device->Verify(blocks, expected);
+  for (size_t i = 0; i < members.size(); ++i) {
+    // A device that fails is no fault of the node's, and no other node does better.
+    (*statuses)[members[i]] =
+        absl::IsUnavailable(verified[i]) ? absl::InternalError(verified[i].message()) : verified[i];
+  }
+}
+
 std::vector<absl::Status> ClusterClient::FetchCall::Run() {
   CheckItems();
   std::vector<size_t> ready;
@@ -262,22 +316,21 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
     if (unfinished_ == 0) break;  // The deadline ended the last ones.
     Start(std::exchange(ready, {}));
     const absl::Time until = cut_ ? absl::InfiniteFuture() : std::min(deadline_, BreakStalled());
-    for (const CallBoard::Result& result : board_.Take(until)) {
+    const std::vector<CallBoard::Result> results = board_.Take(until);
+    // Here, on the caller's thread, while the transport's receives the next ones.
+    const std::vector<absl::Status> statuses = Verify(results);
+    for (size_t i = 0; i < results.size(); ++i) {
+      const CallBoard::Result& result = results[i];
       Group& group = groups_[result.group];
       group.progress_at = absl::Now();
       OKV_CHECK(group.outstanding.erase(result.item) == 1);
-      absl::Status status = result.status;
-      if (status.ok()) {
-        // Here, on the caller's thread, while the transport's receives the next ones.
-        status = VerifyRange(*result.header, client_->layout_, *range_, items_[result.item].buffer);
-        if (!status.ok()) {
-          // The node finds out whether it was its copy or the way here.
-          group.lease.session->Complain(items_[result.item].id, std::string(status.message()));
-          ++stats_.complaints;
-        }
+      if (result.status.ok() && absl::IsDataLoss(statuses[i])) {
+        // The node finds out whether it was its copy or the way here.
+        group.lease.session->Complain(items_[result.item].id, std::string(statuses[i].message()));
+        ++stats_.complaints;
       }
       if (group.outstanding.empty()) client_->Release(group.node, group.lease.session);
-      if (Handle(result.item, group, status)) ready.push_back(result.item);
+      if (Handle(result.item, group, statuses[i])) ready.push_back(result.item);
     }
   }
   for (const Group& group : groups_) OKV_CHECK(group.outstanding.empty());
@@ -285,7 +338,9 @@ std::vector<absl::Status> ClusterClient::FetchCall::Run() {
   for (size_t i = 0; i < items_.size(); ++i) {
     statuses.push_back(states_[i].status);
     ++(statuses[i].ok() ? stats_.fetched : stats_.fetch_failed);
-    if (statuses[i].ok()) stats_.fetched_bytes += items_[i].buffer.size();
+    if (!statuses[i].ok()) continue;
+    stats_.fetched_bytes += items_[i].buffer.size();
+    if (states_[i].on_device) ++stats_.fetched_to_device;
   }
   client_->Count(stats_);
   return statuses;

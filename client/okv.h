@@ -15,6 +15,13 @@
 //                                    quantized cache is attended to as it is.
 //   7. StorePrompt, StoreFinished    puts the blocks where the next worker finds them.
 //
+// A worker that computes on a GPU has its pages there: OpenCudaDevice first; the device in
+// UcxTransportOptions and in ClusterOptions; its page pool registered with the transport as
+// MemoryKind::kDevice. FetchItem::buffer and PutItem::payload may then be addresses in the pool:
+// payloads go between it and a node's HBM without passing through host memory where the machines
+// have a way (Connection::device_path), and checksums are computed on the GPU. The paged kernels
+// (kernels/cuda) attend to them where they are; Sequence is for workers that compute on the host.
+//
 // What a status code asks of the caller, everywhere:
 //   kNotFound             a miss: go on without.
 //   kAlreadyExists        somebody stored it before: as good as stored.
@@ -29,6 +36,7 @@
 // Cache errors never stop a sequence: a worker that cannot fetch computes.
 
 #include "client/cluster.h"              // IWYU pragma: export
+#include "client/device_memory.h"        // IWYU pragma: export
 #include "client/drift.h"                // IWYU pragma: export
 #include "client/prefix.h"               // IWYU pragma: export
 #include "client/sequence.h"             // IWYU pragma: export

@@ -47,6 +47,7 @@ class ClusterClient::PutCall {
     bool reconnected = false;  // Offered again over a new connection after an idle one had died.
     bool new_ticket = false;
     std::optional<size_t> repeats;  // The earlier item with the same id.
+    bool on_device = false;         // Its payload is.
     bool finished = false;
     absl::Status status;
   };
@@ -60,7 +61,9 @@ class ClusterClient::PutCall {
   std::vector<size_t> CheckItems();
   // The items that are to be offered.
   std::vector<size_t> ReservePlaces();
-  void MakeHeader(size_t item);
+  // For each of `ready` that has none yet; those for which it cannot be made are finished.
+  void MakeHeaders(const std::vector<size_t>& ready);
+  std::vector<std::vector<uint32_t>> ChecksumsOf(const std::vector<size_t>& items);
   void Start(const std::vector<size_t>& ready);
   bool Handle(size_t item, const Group& group, const absl::Status& status);
   void Finish(size_t item, const absl::Status& status);
@@ -95,8 +98,14 @@ std::vector<size_t> ClusterClient::PutCall::CheckItems() {
       Finish(i, range_.status());
       continue;
     }
+    const absl::StatusOr<MemoryKind> kind =
+        client_->KindOf(items_[i].payload.data(), items_[i].memory);
+    states_[i].on_device = kind.ok() && *kind == MemoryKind::kDevice;
     const size_t expected = range_->bytes(client_->layout_, items_[i].id.codec);
-    if (items_[i].payload.size() != expected) {
+    if (!kind.ok()) {
+      Finish(i, absl::InvalidArgumentError(
+                    absl::StrCat("item ", i, ": its payload: ", kind.status().message())));
+    } else if (items_[i].payload.size() != expected) {
       Finish(i, absl::InvalidArgumentError(absl::StrCat("item ", i, ": its payload has ",
                                                         items_[i].payload.size(), " bytes, not ",
                                                         expected)));
@@ -133,23 +142,61 @@ std::vector<size_t> ClusterClient::PutCall::ReservePlaces() {
   return ready;
 }
 
-void ClusterClient::PutCall::MakeHeader(size_t item) {
-  if (!states_[item].header.empty()) return;
-  ObjectHeader header;
-  header.format_id = client_->format_id_;
-  header.id = items_[item].id;
-  header.parent = items_[item].parent;
-  header.index = items_[item].index;
-  header.payload_bytes = client_->layout_.block_bytes(header.id.codec);
-  header.generation = states_[item].placement.write_id();
-  header.checksums = RangeChecksums(header.id, client_->layout_, *range_, items_[item].payload);
-  states_[item].header = header.Encode();
+std::vector<std::vector<uint32_t>> ClusterClient::PutCall::ChecksumsOf(
+    const std::vector<size_t>& items) {
+  const PageLayout& layout = client_->layout_;
+  std::vector<std::vector<uint32_t>> checksums(items.size());
+  std::vector<size_t> on_device;
+  std::vector<DeviceRuns> blocks;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const PutItem& item = items_[items[i]];
+    if (states_[items[i]].on_device) {
+      on_device.push_back(i);
+      blocks.push_back(DeviceRuns::OfRange(item.id, layout, *range_, item.payload.data()));
+    } else {
+      checksums[i] = RangeChecksums(item.id, layout, *range_, item.payload);
+    }
+  }
+  if (blocks.empty()) return checksums;
+  absl::StatusOr<std::vector<std::vector<uint32_t>>> computed =
+      client_->options_.device->Checksum(blocks);
+  for (size_t i = 0; i < on_device.size(); ++i) {
+    if (computed.ok()) {
+      checksums[on_device[i]] = std::move((*computed)[i]);
+    } else {
+      // No other node or try would do better: not kUnavailable.
+      Finish(items[on_device[i]], absl::InternalError(computed.status().message()));
+    }
+  }
+  return checksums;
+}
+
+void ClusterClient::PutCall::MakeHeaders(const std::vector<size_t>& ready) {
+  std::vector<size_t> missing;
+  for (const size_t item : ready) {
+    if (states_[item].header.empty()) missing.push_back(item);
+  }
+  std::vector<std::vector<uint32_t>> checksums = ChecksumsOf(missing);
+  for (size_t i = 0; i < missing.size(); ++i) {
+    const size_t item = missing[i];
+    if (states_[item].finished) continue;
+    ObjectHeader header;
+    header.format_id = client_->format_id_;
+    header.id = items_[item].id;
+    header.parent = items_[item].parent;
+    header.index = items_[item].index;
+    header.payload_bytes = client_->layout_.block_bytes(header.id.codec);
+    header.generation = states_[item].placement.write_id();
+    header.checksums = std::move(checksums[i]);
+    states_[item].header = header.Encode();
+  }
 }
 
 void ClusterClient::PutCall::Start(const std::vector<size_t>& ready) {
   std::map<std::tuple<std::string, std::string, bool>, std::vector<size_t>> by_node;
+  MakeHeaders(ready);
   for (const size_t item : ready) {
-    MakeHeader(item);
+    if (states_[item].finished) continue;
     const v1::NodeAddress& node = states_[item].placement.node();
     const bool fresh = states_[item].reconnected || states_[item].new_ticket;
     by_node[{node.node_id(), node.data_address(), fresh}].push_back(item);
@@ -216,6 +263,7 @@ std::vector<absl::Status> ClusterClient::PutCall::Run() {
     }
     if (unfinished_ == 0) break;  // The deadline ended the last ones.
     Start(std::exchange(ready, {}));
+    if (unfinished_ == 0) break;  // What was left never started.
     for (const CallBoard::Result& result : board_.Take(cut_ ? absl::InfiniteFuture() : deadline_)) {
       Group& group = groups_[result.group];
       if (--group.outstanding == 0) client_->Release(group.node, group.lease.session);

@@ -81,8 +81,8 @@ std::vector<uint32_t> RangeChecksums(const ObjectId& id, const PageLayout& layou
   return checksums;
 }
 
-absl::Status VerifyRange(const ObjectHeader& header, const PageLayout& layout,
-                         const BlockRange& range, absl::Span<const uint8_t> bytes) {
+absl::Status CheckRangeSizes(const ObjectHeader& header, const PageLayout& layout,
+                             const BlockRange& range, size_t bytes_count) {
   const Codec codec = header.id.codec;
   const auto bad = [&](const auto&... what) {
     return absl::DataLossError(absl::StrCat(header.id.Name(), ": ", what...));
@@ -91,20 +91,28 @@ absl::Status VerifyRange(const ObjectHeader& header, const PageLayout& layout,
     return bad("the header says ", header.payload_bytes, " payload bytes, the format ",
                layout.block_bytes(codec));
   }
-  if (bytes.size() != range.bytes(layout, codec)) {
-    return bad(bytes.size(), " payload bytes for ", range.ToString(), ", not ",
+  if (bytes_count != range.bytes(layout, codec)) {
+    return bad(bytes_count, " payload bytes for ", range.ToString(), ", not ",
                range.bytes(layout, codec));
   }
   if (header.checksums.size() != layout.runs_count()) {
     return bad(header.checksums.size(), " checksums, not ", layout.runs_count());
   }
+  return absl::OkStatus();
+}
+
+absl::Status VerifyRange(const ObjectHeader& header, const PageLayout& layout,
+                         const BlockRange& range, absl::Span<const uint8_t> bytes) {
+  OKV_RETURN_IF_ERROR(CheckRangeSizes(header, layout, range, bytes.size()));
+  const Codec codec = header.id.codec;
   const size_t run_bytes = layout.run_bytes(codec);
   for (uint32_t layer = range.layer_begin; layer < range.layer_end; ++layer) {
     for (uint32_t head = range.head_begin; head < range.head_end; ++head) {
       const auto run = bytes.subspan(range.run_index(layer, head) * run_bytes, run_bytes);
       if (RunChecksum(header.id, layer, head, run) !=
           header.checksums[size_t{layer} * layout.kv_heads + head]) {
-        return bad("wrong checksum in layer ", layer, ", head ", head);
+        return absl::DataLossError(
+            absl::StrCat(header.id.Name(), ": wrong checksum in layer ", layer, ", head ", head));
       }
     }
   }

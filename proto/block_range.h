@@ -46,6 +46,18 @@ struct BlockRange {
     return layer_begin < other.layer_end && other.layer_begin < layer_end &&
            head_begin < other.head_end && other.head_begin < head_end;
   }
+  // Of one value for each run of a block, those of the range, in its order.
+  std::vector<uint32_t> Select(const std::vector<uint32_t>& of_block,
+                               const PageLayout& layout) const {
+    if (*this == Whole(layout)) return of_block;
+    std::vector<uint32_t> selected;
+    selected.reserve(runs_count());
+    for (uint32_t layer = layer_begin; layer < layer_end; ++layer) {
+      const auto page = of_block.begin() + size_t{layer} * layout.kv_heads;
+      selected.insert(selected.end(), page + head_begin, page + head_end);
+    }
+    return selected;
+  }
   std::string ToString() const;  // "layers [0, 36), heads [2, 4)".
 };
 
@@ -67,6 +79,11 @@ std::vector<BlockPiece> RangePieces(const BlockRange& range, const PageLayout& l
 // resolved range; bytes of its size.
 std::vector<uint32_t> RangeChecksums(const ObjectId& id, const PageLayout& layout,
                                      const BlockRange& range, absl::Span<const uint8_t> bytes);
+
+// kDataLoss when a header or a range's own bytes have another size, or another number of checksums,
+// than `layout` gives them: what VerifyRange looks at first. REQUIRES: a resolved range.
+absl::Status CheckRangeSizes(const ObjectHeader& header, const PageLayout& layout,
+                             const BlockRange& range, size_t bytes_count);
 
 // As VerifyObject, of a range's own bytes against the header of the whole object. kDataLoss naming
 // the first bad (layer, head) run by the numbers it has in the block. REQUIRES: a resolved range.

@@ -61,19 +61,19 @@ class Tier {
  public:
   virtual ~Tier() = default;
 
-  virtual absl::string_view name() const = 0;  // "dram", "disk".
+  virtual absl::string_view name() const = 0;  // "hbm", "dram", "disk".
 
   // Bytes of the limit that an object takes.
   virtual uint64_t CostBytes(const HeldObject& object) const = 0;
-  // Stores a group, all or nothing. kResourceExhausted when it does not fit; kAlreadyExists when
-  // one of it is there.
+  // Stores a group, all or nothing; payloads are in host memory. kResourceExhausted when it does
+  // not fit; kAlreadyExists when one of it is there.
   virtual absl::Status Put(absl::Span<const TierWrite> group) = 0;
   // Returns when everything that was Put is as durable as this tier makes it: only then may a copy
   // above it go. Blocks.
   virtual absl::Status Flush() = 0;
-  // Reads a payload into `buffer`. kNotFound when it is not here; kDataLoss when what is here is
-  // damaged or not buffer.size() long. A caller still verifies the checksums. May block on the
-  // disk.
+  // Reads a payload into `buffer`, which is host memory. kNotFound when it is not here; kDataLoss
+  // when what is here is damaged or not buffer.size() long. A caller still verifies the checksums.
+  // May block on the disk.
   virtual absl::Status Read(const ObjectId& id, absl::Span<uint8_t> buffer) = 0;
   // OK also when it is not here.
   virtual absl::Status Remove(const ObjectId& id) = 0;

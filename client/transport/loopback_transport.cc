@@ -76,7 +76,9 @@ class LoopbackTransport final : public Transport {
   absl::StatusOr<Connection*> Connect(const std::string& address,
                                       ConnectionHandler* handler) override;
   void Post(std::function<void()> work) override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status RegisterMemory(absl::Span<uint8_t>) override { return absl::OkStatus(); }
+  absl::Status RegisterMemory(absl::Span<uint8_t>, MemoryKind) override { return absl::OkStatus(); }
+  // One that is host memory, in truth: tests of what is done with it have such.
+  bool takes_device_memory() const override { return true; }
 
   LoopbackConnection* Adopt(std::unique_ptr<LoopbackConnection> connection);
   void Delete(LoopbackConnection* connection) { connections_.erase(connection); }

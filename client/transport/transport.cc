@@ -56,6 +56,10 @@ absl::Status UcxTransportOptions::Validate() const {
     return absl::InvalidArgumentError(
         "require_rdma: net_devices is the loopback device, which is not an RDMA device");
   }
+  if (require_gpudirect && device == nullptr) {
+    return absl::InvalidArgumentError(
+        "require_gpudirect: there is no device whose memory could be reached");
+  }
   if (shm_path.empty()) return absl::InvalidArgumentError("shm_path is empty");
   return absl::OkStatus();
 }

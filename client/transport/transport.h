@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/device_memory.h"
 #include "proto/data_plane.h"
 
 namespace okv {
@@ -55,6 +56,9 @@ class Connection {
   virtual size_t header_bytes_max() const = 0;
   // Peer and transports in use, for logs: "127.0.0.1:4471 via tcp/lo".
   virtual std::string description() const = 0;
+  // How payloads in GPU memory reach this peer's GPU memory: "cuda_ipc" (one host), "rdma", or
+  // "staged" through host memory. Empty for a transport without a device.
+  virtual std::string device_path() const { return ""; }
 };
 
 // What a connection's owner is told. Outlives the connection.
@@ -90,9 +94,17 @@ class Transport {
   // Runs `work` on the transport's thread, soon. Any thread.
   virtual void Post(std::function<void()> work) = 0;
 
-  // Registers memory that payloads are sent from or received into often (arenas): optional, saves
-  // the registration per transfer. Any thread, before use; the memory outlives the Transport.
-  virtual absl::Status RegisterMemory(absl::Span<uint8_t> memory) = 0;
+  // Registers memory that payloads are sent from or received into often (arenas): optional for host
+  // memory, saves the registration per transfer. A device's memory must be registered, one
+  // allocation in one call: otherwise it is taken for the host's. Any thread, before use; the
+  // memory outlives the Transport. kFailedPrecondition for a device's memory without a device in
+  // the options.
+  virtual absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) = 0;
+  absl::Status RegisterMemory(absl::Span<uint8_t> memory) {
+    return RegisterMemory(memory, MemoryKind::kHost);
+  }
+  // Whether payloads may be in a device's memory.
+  virtual bool takes_device_memory() const = 0;
 };
 
 struct UcxTransportOptions {
@@ -107,6 +119,15 @@ struct UcxTransportOptions {
   // its peers, so that it stays on the loopback device unless told otherwise; empty: every device.
   std::string net_devices = "lo";
   bool require_rdma = false;  // kFailedPrecondition at creation when UCX has no RDMA device.
+  // kFailedPrecondition at creation when UCX has no way between GPU memories that does not lead
+  // through host memory: neither cuda_ipc nor an RDMA device with the kernel's peer memory.
+  bool require_gpudirect = false;
+  // Payloads may be in this GPU's memory, too: it is made current on the transport's thread, and
+  // creation fails with kFailedPrecondition when UCX does not know CUDA memory. Null: host memory
+  // only. Outlives the transport.
+  DeviceMemory* device = nullptr;
+  // There when RDMA devices reach GPU memory (nvidia_peermem); part of sysfs.
+  std::string peer_memory_path = "/sys/module/nvidia_peermem";
 
   // Where UCX puts its shared memory, and the free space it must have there: a container's default
   // is 64 MB for everybody, and UCX dies of SIGBUS when it runs out. Only when `tls` has shared

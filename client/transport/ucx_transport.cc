@@ -7,14 +7,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
+#include "client/transport/ucx_paths.h"
 #include "proto/check.h"
 #include "proto/status_macros.h"
 
@@ -25,20 +21,6 @@ namespace {
 template <typename T>
 std::string Bytes(const T& value) {
   return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
-}
-
-// Whatever a UCX print function prints.
-template <typename Print>
-std::string Printed(Print print) {
-  char* text = nullptr;
-  size_t size = 0;
-  std::FILE* stream = open_memstream(&text, &size);
-  OKV_CHECK(stream != nullptr);
-  print(stream);
-  std::fclose(stream);
-  std::string result(text, size);
-  std::free(text);
-  return result;
 }
 
 absl::Status UcxError(absl::string_view what, ucs_status_t status) {
@@ -87,24 +69,6 @@ ucp_request_param_t SendParam(UcxOperation* operation, uint32_t flags) {
   return param;
 }
 
-// The transports of an endpoint's lanes, from UCX 1.13's only source for them: its printout.
-std::string LanesOf(ucp_ep_h endpoint) {
-  const std::string text =
-      Printed([endpoint](std::FILE* stream) { ucp_ep_print_info(endpoint, stream); });
-  std::vector<std::string> lanes;
-  for (absl::string_view line : absl::StrSplit(text, '\n')) {
-    // "#   lane[0]:  2:posix/memory.0 md[2] -> ...": number, transport/device, path.
-    const size_t slash = line.find('/');
-    if (!absl::StrContains(line, "lane[") || slash == line.npos) continue;
-    const size_t begin = line.rfind(':', slash);
-    const size_t end = line.find_first_of(". ", slash);
-    if (begin == line.npos || end == line.npos) continue;
-    std::string lane(line.substr(begin + 1, end - begin - 1));
-    if (std::find(lanes.begin(), lanes.end(), lane) == lanes.end()) lanes.push_back(lane);
-  }
-  return lanes.empty() ? "(connecting)" : absl::StrJoin(lanes, ",");
-}
-
 }  // namespace
 
 // ---- UcxBulkReceive
@@ -131,6 +95,10 @@ std::string UcxConnection::description() const {
   return absl::StrCat(peer_, " via ", endpoint_ == nullptr ? "(closed)" : LanesOf(endpoint_));
 }
 
+std::string UcxConnection::device_path() const {
+  return endpoint_ == nullptr ? "" : DevicePath(LanesOf(endpoint_), transport_->options_);
+}
+
 void UcxConnection::Send(MessageType type, absl::string_view message) {
   OKV_CHECK(message.size() <= kMessageBytesMax);
   if (!open_) return;
@@ -143,8 +111,8 @@ void UcxConnection::StartSmall(unsigned id, std::string header, std::string mess
                                        .header = std::move(header),
                                        .message = std::move(message)});
   ++pending_;
-  const ucp_request_param_t param =
-      SendParam(operation, UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_REPLY);
+  ucp_request_param_t param = SendParam(operation, UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_REPLY);
+  transport_->memories_.Describe(operation->message.data(), &param);
   Started(operation,
           ucp_am_send_nbx(endpoint_, id, operation->header.data(), operation->header.size(),
                           operation->message.data(), operation->message.size(), &param));
@@ -169,8 +137,8 @@ void UcxConnection::SendBulk(MessageType type, absl::string_view header,
   sends_[sequence] = std::move(owned);
   ++pending_;
   ++transport_->bulks_count_;
-  const ucp_request_param_t param =
-      SendParam(operation, UCP_AM_SEND_FLAG_RNDV | UCP_AM_SEND_FLAG_REPLY);
+  ucp_request_param_t param = SendParam(operation, UCP_AM_SEND_FLAG_RNDV | UCP_AM_SEND_FLAG_REPLY);
+  transport_->memories_.Describe(payload.data(), &param);
   Started(operation,
           ucp_am_send_nbx(endpoint_, static_cast<unsigned>(type), operation->header.data(),
                           operation->header.size(), payload.data(), payload.size(), &param));
@@ -195,6 +163,7 @@ void UcxConnection::StartReceive(UcxBulkReceive* bulk, absl::Span<uint8_t> buffe
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = OnReceived;
   param.user_data = operation;
+  transport_->memories_.Describe(buffer.data(), &param);
   Started(operation,
           ucp_am_recv_data_nbx(transport_->worker(), data, buffer.data(), buffer.size(), &param));
 }
@@ -630,19 +599,12 @@ void UcxTransport::Closing(UcxConnection* connection, ucp_ep_h endpoint) {
   closing_.push_back(connection);
 }
 
-absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory) {
-  return RunOnThread([&]() -> absl::Status {
-    ucp_mem_map_params_t params = {};
-    params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
-    params.address = memory.data();
-    params.length = memory.size();
-    ucp_mem_h memory_handle;
-    // UCX's registration cache finds it again by address; the handle keeps it there.
-    const ucs_status_t status = ucp_mem_map(context_, &params, &memory_handle);
-    if (status != UCS_OK) return UcxError("cannot register memory", status);
-    memories_.push_back(memory_handle);
-    return absl::OkStatus();
-  });
+absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) {
+  if (kind == MemoryKind::kDevice && options_.device == nullptr) {
+    return absl::FailedPreconditionError(
+        "a device's memory cannot be registered with a transport without a device");
+  }
+  return RunOnThread([&] { return memories_.Register(context_, memory, kind); });
 }
 
 ucs_status_t UcxTransport::OnActiveMessage(void* arg, const void* header, size_t header_length,
@@ -688,6 +650,7 @@ absl::Status UcxTransport::ReadConfig(ucp_config_t** config) {
 
 absl::Status UcxTransport::StartUcx() {
   SetUcxEnvironment();
+  if (options_.device != nullptr) OKV_RETURN_IF_ERROR(options_.device->MakeCurrent());
   ucp_config_t* config = nullptr;
   absl::Status configured = ReadConfig(&config);
   ucs_status_t status = UCS_OK;
@@ -706,17 +669,7 @@ absl::Status UcxTransport::StartUcx() {
                                  options_.net_devices, "')"),
                     status);
   }
-  if (options_.require_rdma) {
-    const std::string resources =
-        Printed([this](std::FILE* stream) { ucp_context_print_info(context_, stream); });
-    const auto has = [&resources](absl::string_view name) {
-      return absl::StrContains(resources, name);
-    };
-    if (!has(" rc_") && !has(" dc_") && !has(" ud_")) {
-      return absl::FailedPreconditionError(
-          "RDMA is required, but UCX found no RDMA device (ucx_info -d lists what it finds)");
-    }
-  }
+  OKV_RETURN_IF_ERROR(CheckPaths(options_, context_));
   return StartWorker();
 }
 
@@ -770,7 +723,7 @@ void UcxTransport::StopUcx() {
     }
     RunPosted();
     OKV_CHECK(bulks_count_ == 0);
-    for (ucp_mem_h memory : memories_) ucp_mem_unmap(context_, memory);
+    memories_.UnregisterAll(context_);
     ucp_worker_destroy(worker_);
   }
   if (context_ != nullptr) ucp_cleanup(context_);

@@ -25,6 +25,7 @@
 #include "client/transport/address.h"
 #include "client/transport/transport.h"
 #include "client/transport/ucx_environment.h"
+#include "client/transport/ucx_memory.h"
 #include "proto/mutex.h"
 
 namespace okv::ucx {
@@ -134,6 +135,7 @@ class UcxConnection final : public Connection {
   void Close(std::function<void()> closed) override;
   size_t header_bytes_max() const override;
   std::string description() const override;
+  std::string device_path() const override;
 
   // Adopts the endpoint, from now on until the close.
   void SetEndpoint(ucp_ep_h endpoint) { endpoint_ = endpoint; }
@@ -198,7 +200,8 @@ class UcxTransport final : public Transport {
   absl::StatusOr<Connection*> Connect(const std::string& address,
                                       ConnectionHandler* handler) override;
   void Post(std::function<void()> work) override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status RegisterMemory(absl::Span<uint8_t> memory) override;
+  absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) override;
+  bool takes_device_memory() const override { return options_.device != nullptr; }
 
   ucp_worker_h worker() const { return worker_; }
   size_t header_bytes_max() const { return header_bytes_max_; }
@@ -255,7 +258,7 @@ class UcxTransport final : public Transport {
   ucp_listener_h listener_ = nullptr;
   AcceptHandler* acceptor_ = nullptr;
   HandlerArg handler_args_[kMessageTypeMax + 1];
-  std::vector<ucp_mem_h> memories_;
+  Memories memories_;
   std::deque<Event> events_;
   absl::flat_hash_map<ucp_ep_h, UcxConnection*> endpoints_;
   absl::flat_hash_map<UcxConnection*, std::unique_ptr<UcxConnection>> connections_;

@@ -15,6 +15,7 @@
 #include "proto/ticket.h"
 #include "tests/cache_node/objects.h"
 #include "tests/cache_node/test_worker.h"
+#include "tests/support/host_device.h"
 
 namespace okv::testing_support {
 
@@ -93,6 +94,7 @@ class ServeTest : public testing::Test {
     StorageOptions storage = TestStorageOptions(directory_.path());
     storage.pool.arena_bytes = uint64_t{4} << 20;
     storage.disk.node_id = kNodeId;
+    storage.hbm_pool = {.arena_bytes = hbm_bytes_, .device = &device_, .progress = {}};
     node_.clock = &clock_;
     ASSERT_TRUE(node_.Open(storage).ok());
     node_transport_ = hub_.CreateTransport();
@@ -105,6 +107,7 @@ class ServeTest : public testing::Test {
                                   .formats = node_.storage->formats(),
                                   .metrics = &node_.metrics,
                                   .clock = &clock_,
+                                  .hbm = node_.storage->hbm_mover(),
                                   .arena_bytes = node_.storage->pool()->capacity_bytes(),
                                   .node_id = kNodeId,
                                   .ticket_key = [this] { return ticket_key_; },
@@ -223,6 +226,8 @@ class ServeTest : public testing::Test {
 
   const TempDir directory_;
   FakeClock clock_;
+  uint64_t hbm_bytes_ = 0;  // Without an HBM tier.
+  HostDevice device_{/*fenced=*/false};
   std::string ticket_key_ = kTicketKey;
   LoopbackHub hub_;
   std::unique_ptr<Transport> worker_transport_ = hub_.CreateTransport();

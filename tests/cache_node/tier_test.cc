@@ -11,9 +11,11 @@
 
 #include "cache_node/block_pool.h"
 #include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/hbm_tier.h"
 #include "cache_node/tiers/rocksdb_tier.h"
 #include "gtest/gtest.h"
 #include "tests/cache_node/objects.h"
+#include "tests/support/host_device.h"
 
 namespace okv {
 namespace {
@@ -34,6 +36,14 @@ struct DramUnderTest final : TierUnderTest {
       *BlockPool::Create({.arena_bytes = kLimitBytes, .prefault = false, .progress = {}});
   DramTier dram{pool.get()};
   Tier* tier() override { return &dram; }
+};
+
+struct HbmUnderTest final : TierUnderTest {
+  testing_support::HostDevice device{/*fenced=*/true};
+  std::unique_ptr<BlockPool> pool =
+      *BlockPool::Create({.arena_bytes = kLimitBytes, .device = &device, .progress = {}});
+  HbmTier hbm{pool.get()};
+  Tier* tier() override { return &hbm; }
 };
 
 struct DiskUnderTest final : TierUnderTest {
@@ -207,7 +217,8 @@ TEST_P(TierTest, RandomCallsAgreeWithAMap) {
 
 INSTANTIATE_TEST_SUITE_P(
     Tiers, TierTest,
-    testing::Values(Named{"Dram", [] { return std::make_unique<DramUnderTest>(); }},
+    testing::Values(Named{"Hbm", [] { return std::make_unique<HbmUnderTest>(); }},
+                    Named{"Dram", [] { return std::make_unique<DramUnderTest>(); }},
                     Named{"Disk", [] { return std::make_unique<DiskUnderTest>(); }}),
     [](const testing::TestParamInfo<Named>& info) { return std::string(info.param.name); });
 

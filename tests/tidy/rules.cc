@@ -50,10 +50,10 @@ struct Home {
 const std::vector<Home>& LibraryHomes() {
   static const std::vector<Home> homes = {
       {"rocksdb/", {"cache_node/tiers/rocksdb_tier.", "control_plane/state_rocksdb."}},
-      {"ucp/", {"client/transport/ucx_transport."}},
-      {"uct/", {"client/transport/ucx_transport."}},
-      {"ucs/", {"client/transport/ucx_transport."}},
-      {"ucm/", {"client/transport/ucx_transport."}},
+      {"ucp/", {"client/transport/ucx_"}},
+      {"uct/", {"client/transport/ucx_"}},
+      {"ucs/", {"client/transport/ucx_"}},
+      {"ucm/", {"client/transport/ucx_"}},
       {"grpcpp/", {"client/", "control_plane/", "cache_node/", "cmd/", "proto/control_channel."}},
       {"grpc/", {"client/", "control_plane/", "cache_node/", "cmd/"}},
       {"prometheus/", {"client/", "control_plane/", "cache_node/", "cmd/"}},

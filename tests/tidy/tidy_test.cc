@@ -72,7 +72,7 @@ std::vector<Sample> Samples() {
        "#include \"cache_node/a.h\"\n"},
       {"include-direction", "proto/b.cc", "#include \"b.h\"\n", "#include <vector>\n"},
       {"library-home", "cache_node/a.cc", "#include <rocksdb/db.h>\n", "#include <vector>\n"},
-      {"library-home", "cache_node/tiers/dram_tier.cc", "#include <ucp/api/ucp.h>\n", "int a;\n"},
+      {"library-home", "cache_node/tiers/arena_tier.cc", "#include <ucp/api/ucp.h>\n", "int a;\n"},
       {"library-home", "kernels/a.cc", "#include <grpcpp/grpcpp.h>\n",
        "#include <hwy/highway.h>\n"},
       {"leftover", "proto/a.cc", std::string("// TO") + "DO: later\n",

@@ -1,4 +1,4 @@
-#include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/arena_tier.h"
 
 #include <cstring>
 #include <utility>
@@ -10,23 +10,26 @@
 
 namespace okv {
 
-uint64_t DramTier::CostBytes(const HeldObject& object) const {
+uint64_t ArenaTier::CostBytes(const HeldObject& object) const {
   return (object.header.payload_bytes + kExtentAlignBytes - 1) / kExtentAlignBytes *
          kExtentAlignBytes;
 }
 
-absl::Status DramTier::Put(absl::Span<const TierWrite> group) {
+absl::Status ArenaTier::Put(absl::Span<const TierWrite> group) {
   std::vector<Extent> extents;  // Given back when one of the group does not fit.
+  std::vector<MemoryCopy> copies;
   for (const TierWrite& write : group) {
     OKV_ASSIGN_OR_RETURN(Extent extent, pool_->Allocate(write.payload.size()));
-    std::memcpy(extent.span().data(), write.payload.data(), write.payload.size());
+    copies.push_back(
+        {.to = extent.span().data(), .from = write.payload.data(), .bytes = write.payload.size()});
     extents.push_back(std::move(extent));
   }
+  OKV_RETURN_IF_ERROR(Copy(copies));
   MutexLock lock(&mu_);
   for (const TierWrite& write : group) {
     if (objects_.contains(write.object->header.id)) {
       return absl::AlreadyExistsError(
-          absl::StrCat(write.object->header.id.key.Short(), " is in dram"));
+          absl::StrCat(write.object->header.id.key.Short(), " is in ", name_));
     }
   }
   for (size_t i = 0; i < group.size(); ++i) {
@@ -36,27 +39,32 @@ absl::Status DramTier::Put(absl::Span<const TierWrite> group) {
   return absl::OkStatus();
 }
 
-absl::Status DramTier::Read(const ObjectId& id, absl::Span<uint8_t> buffer) {
+absl::Status ArenaTier::Read(const ObjectId& id, absl::Span<uint8_t> buffer) {
   MutexLock lock(&mu_);
   const auto found = objects_.find(id);
   if (found == objects_.end())
-    return absl::NotFoundError(absl::StrCat(id.key.Short(), ": not in dram"));
+    return absl::NotFoundError(absl::StrCat(id.key.Short(), ": not in ", name_));
   const absl::Span<uint8_t> payload = found->second.extent.span();
   if (payload.size() != buffer.size()) {
-    return absl::DataLossError(
-        absl::StrCat(id.key.Short(), ": ", payload.size(), " bytes in dram, not ", buffer.size()));
+    return absl::DataLossError(absl::StrCat(id.key.Short(), ": ", payload.size(), " bytes in ",
+                                            name_, ", not ", buffer.size()));
   }
-  std::memcpy(buffer.data(), payload.data(), payload.size());
+  return Copy({{.to = buffer.data(), .from = payload.data(), .bytes = payload.size()}});
+}
+
+absl::Status ArenaTier::Copy(absl::Span<const MemoryCopy> copies) {
+  if (pool_->device() != nullptr) return pool_->device()->Copy(copies);
+  for (const MemoryCopy& copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
   return absl::OkStatus();
 }
 
-absl::Status DramTier::Remove(const ObjectId& id) {
+absl::Status ArenaTier::Remove(const ObjectId& id) {
   MutexLock lock(&mu_);
   objects_.erase(id);
   return absl::OkStatus();
 }
 
-absl::Status DramTier::List(const Listing& listing) {
+absl::Status ArenaTier::List(const Listing& listing) {
   std::vector<ObjectRef> objects;
   {
     MutexLock lock(&mu_);
@@ -69,7 +77,7 @@ absl::Status DramTier::List(const Listing& listing) {
   return absl::OkStatus();
 }
 
-TierStats DramTier::stats() const {
+TierStats ArenaTier::stats() const {
   const uint64_t used_bytes = pool_->used_bytes();
   MutexLock lock(&mu_);
   return {.capacity_bytes = pool_->capacity_bytes(),
@@ -80,7 +88,7 @@ TierStats DramTier::stats() const {
           .floor_bytes = 0};
 }
 
-absl::Span<const uint8_t> DramTier::Adopt(ObjectRef object, Extent extent) {
+absl::Span<const uint8_t> ArenaTier::Adopt(ObjectRef object, Extent extent) {
   MutexLock lock(&mu_);
   const ObjectId id = object->header.id;
   const absl::Span<const uint8_t> payload = extent.span();

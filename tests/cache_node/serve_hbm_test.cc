@@ -1,0 +1,178 @@
+// The data plane over an HBM tier. The transport of these tests copies by address, so that the
+// device is not fenced.
+
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/cache_node/ranges.h"
+#include "tests/cache_node/serve_fixture.h"
+
+namespace okv::testing_support {
+namespace {
+
+class ServeHbmTest : public ServeTest {
+ protected:
+  ServeHbmTest() { hbm_bytes_ = uint64_t{4} << 20; }
+
+  ObjectPin Pin(const TestObject& object) { return *node_.storage->table()->Pin(object.id()); }
+  void Put(const TestObject& object, const Format& format = TestFormat()) {
+    const auto worker = OpenSession("tenant", format);
+    ASSERT_TRUE(worker->Put(Offer(object), object.payload).ok());
+  }
+  // The object gets a copy in DRAM, too.
+  void CopyToDram(const TestObject& object) {
+    const ObjectPin pin = Pin(object);
+    Extent extent = *node_.AllocateAndWait(object.payload.size());
+    std::copy(object.payload.begin(), object.payload.end(), extent.span().data());
+    node_.storage->table()->AttachDram(pin, std::move(extent));
+  }
+  void Complain(TestWorker* worker, const TestObject& object) {
+    v1::Complaint complaint;
+    complaint.set_key(std::string(object.id().key.view()));
+    complaint.set_codec(static_cast<v1::CodecId>(object.id().codec));
+    worker->Send(MessageType::kComplaint, complaint.SerializeAsString());
+  }
+  bool WaitForComplaint(const std::string& verdict) {
+    return WaitUntil([=, this] {
+      return node_.Metric("okv_node_complaints_total{verdict=\"" + verdict + "\"}") == 1;
+    });
+  }
+  double Hits(const std::string& tier) {
+    return node_.Metric("okv_node_fetch_hits_total{tier=\"" + tier + "\"}");
+  }
+  double Corrupt(const std::string& tier) {
+    return node_.Metric("okv_node_corrupt_objects_total{tier=\"" + tier + "\"}");
+  }
+};
+
+TEST_F(ServeHbmTest, APutArrivesInHbmIsVerifiedThereAndIsFetchedFromThere) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  const uint64_t hashed = device_.blocks_hashed();
+  Put(object);
+  EXPECT_EQ(device_.blocks_hashed(), hashed + 1);
+  EXPECT_FALSE(Pin(object).hbm().empty());
+  EXPECT_TRUE(Pin(object).dram().empty());
+  const auto worker = OpenSession();
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+  EXPECT_TRUE(WaitUntil([this] { return Hits("hbm") == 1; }));
+  EXPECT_EQ(Hits("dram"), 0);
+}
+
+TEST_F(ServeHbmTest, APutWithAWrongByteIsRefused) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  std::vector<uint8_t> wrong = object.payload;
+  wrong[4000] ^= 1;
+  const auto worker = OpenSession();
+  EXPECT_TRUE(absl::IsDataLoss(worker->Put(Offer(object), wrong)));
+  ExpectNothingStored();
+  EXPECT_TRUE(WaitUntil([this] { return node_.storage->hbm_pool()->used_bytes() == 0; }));
+}
+
+TEST_F(ServeHbmTest, RanksWriteAndReadTheirHeadsInHbm) {
+  StartNode();
+  const Format format = FormatOf(4);
+  for (const Codec codec : kCodecs) {
+    const TestObject object = MakeObject({.number = 7, .codec = codec}, format);
+    const auto worker = OpenSession("tenant", format);
+    std::list<std::vector<uint8_t>> shares;
+    std::vector<uint64_t> requests;
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      const BlockRange range = RankRange(object.object->layout, rank, 2);
+      ObjectHeader header = object.header();
+      shares.push_back(Slice(object, range));
+      header.checksums = RangeChecksums(object.id(), object.object->layout, range, shares.back());
+      v1::PutOffer offer = Offer(ReservationFor(object), header);
+      offer.set_head_begin(range.head_begin);
+      offer.set_head_end(range.head_end);
+      offer.set_layer_end(range.layer_end);
+      worker->Offer(offer, shares.back());
+      requests.push_back(offer.request_id());
+    }
+    for (const uint64_t request : requests) EXPECT_TRUE(worker->PutAnswer(request).ok());
+    EXPECT_FALSE(Pin(object).hbm().empty());
+    ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+    for (const uint32_t ranks_count : {1, 2, 4}) {
+      for (uint32_t rank = 0; rank < ranks_count; ++rank) {
+        const BlockRange range = RankRange(object.object->layout, rank, ranks_count);
+        v1::FetchRequest request = Request({object});
+        request.set_layer_end(range.layer_end);
+        request.set_head_begin(range.head_begin);
+        request.set_head_end(range.head_end);
+        const auto delivered = worker->Fetch(request);
+        ASSERT_TRUE(delivered[0].status.ok()) << delivered[0].status;
+        EXPECT_TRUE(delivered[0].payload == Slice(object, range)) << range.ToString();
+      }
+    }
+  }
+}
+
+TEST_F(ServeHbmTest, ABadCopyInHbmThatIsTheOnlyOneGoesAndIsReported) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  Put(object);
+  device_.Flip(Pin(object).hbm().bytes.data() + 3000);
+  const auto worker = OpenSession();
+  Complain(worker.get(), object);
+  EXPECT_TRUE(WaitForComplaint("confirmed"));
+  EXPECT_TRUE(WaitUntil([this] { return removed().size() == 1; }));
+  EXPECT_TRUE(absl::IsNotFound(worker->Fetch(Request({object}))[0].status));
+  EXPECT_EQ(Corrupt("hbm"), 1);
+  ExpectNothingStored();
+}
+
+TEST_F(ServeHbmTest, ABadCopyInHbmGoesAndDramsServes) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  Put(object);
+  CopyToDram(object);
+  device_.Flip(Pin(object).hbm().bytes.data() + 3000);
+  const auto worker = OpenSession();
+  Complain(worker.get(), object);
+  EXPECT_TRUE(WaitForComplaint("confirmed"));
+  EXPECT_TRUE(WaitUntil([&] { return Pin(object).hbm().empty(); }));
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+  EXPECT_TRUE(removed().empty());
+  EXPECT_EQ(Corrupt("hbm"), 1);
+  EXPECT_EQ(Corrupt("dram"), 0);
+}
+
+TEST_F(ServeHbmTest, AGoodCopyInHbmIsKeptWhenDramsIsBad) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  Put(object);
+  CopyToDram(object);
+  {
+    const ObjectPin pin = Pin(object);
+    const_cast<uint8_t*>(pin.dram().data())[9] ^= 1;
+  }
+  const auto worker = OpenSession();
+  Complain(worker.get(), object);
+  EXPECT_TRUE(WaitForComplaint("confirmed"));
+  // It comes back as it was in HBM, into DRAM.
+  EXPECT_TRUE(WaitUntil([&] {
+    const auto delivered = worker->Fetch(Request({object}))[0];
+    return delivered.status.ok() && Hits("dram") >= 1;
+  }));
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+  EXPECT_TRUE(removed().empty());
+  EXPECT_EQ(Corrupt("dram"), 1);
+}
+
+TEST_F(ServeHbmTest, WhatIsFetchedFromDramComesUp) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  ASSERT_TRUE(node_.Write(object).ok());
+  const auto worker = OpenSession();
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+  EXPECT_TRUE(WaitUntil([&] { return !Pin(object).hbm().empty(); }));
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+  EXPECT_TRUE(WaitUntil([this] { return Hits("hbm") == 1; }));
+  EXPECT_EQ(Hits("dram"), 1);
+}
+
+}  // namespace
+}  // namespace okv::testing_support
