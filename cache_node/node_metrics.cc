@@ -115,6 +115,9 @@ NodeMetrics::NodeMetrics()
       hbm_sent_bytes_(Counters(&registry_, "okv_node_hbm_sent_bytes_total",
                                "Payload bytes delivered from HBM, by the way to the reader's GPU: "
                                "cuda_ipc, rdma, staged")),
+      hbm_merged_objects_(&Counters(&registry_, "okv_node_hbm_merged_objects_total",
+                                    "Objects that left HBM in the transfer of another one")
+                               ->Add({})),
       passed_bytes_(&Counters(&registry_, "okv_node_passed_bytes_total",
                               "Payload bytes read from disk for one use and not kept in DRAM")
                          ->Add({})),
@@ -184,6 +187,10 @@ void NodeMetrics::HbmPromoted(uint64_t payload_bytes) {
 
 void NodeMetrics::HbmSent(absl::string_view path, uint64_t payload_bytes) {
   hbm_sent_bytes_->Add({{"path", std::string(path)}}).Increment(static_cast<double>(payload_bytes));
+}
+
+void NodeMetrics::HbmMerged(uint64_t objects_count) {
+  hbm_merged_objects_->Increment(static_cast<double>(objects_count));
 }
 
 void NodeMetrics::Passed(uint64_t payload_bytes) {

@@ -51,6 +51,8 @@ class NodeMetrics {
   void HbmPromoted(uint64_t payload_bytes);
   // Delivered from HBM, by Connection::device_path.
   void HbmSent(absl::string_view path, uint64_t payload_bytes);
+  // Objects that left HBM in the transfer of another one.
+  void HbmMerged(uint64_t objects_count);
   // Read from disk for one use, and not kept in DRAM.
   void Passed(uint64_t payload_bytes);
   // The disk could not take a group.
@@ -87,6 +89,7 @@ class NodeMetrics {
   prometheus::Counter* const hbm_spilled_bytes_;
   prometheus::Counter* const hbm_promoted_bytes_;
   prometheus::Family<prometheus::Counter>* const hbm_sent_bytes_;
+  prometheus::Counter* const hbm_merged_objects_;
   prometheus::Counter* const passed_bytes_;
   prometheus::Histogram* const fetch_seconds_;
   prometheus::Histogram* const verify_seconds_;

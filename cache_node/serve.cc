@@ -24,7 +24,7 @@ constexpr size_t kClientNameBytesMax = 256;
 absl::Status DataPlaneOptions::Validate() const {
   if (sessions_max == 0 || objects_queued_max < kObjectsPerFetchMax || bulks_per_session_max == 0 ||
       bulks_max < bulks_per_session_max || puts_per_session_max == 0 || disk_threads == 0 ||
-      copy_threads == 0) {
+      copy_threads == 0 || merged_objects_max == 0 || merged_objects_max > kObjectsPerDeliveryMax) {
     return absl::InvalidArgumentError("a limit of the data plane is 0, or below what it must hold");
   }
   return absl::OkStatus();

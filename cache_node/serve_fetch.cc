@@ -50,6 +50,7 @@ void DataPlane::OnFetchRequest(Session* session, absl::string_view message) {
     delivery->id = {.key = *key, .codec = static_cast<Codec>(object.codec())};
     delivery->index = BlockIndex(object.index());
     delivery->range = *range;
+    delivery->follows = object.follows() && i > 0;
     delivery->received_nanos = now_nanos;
     delivery->deadline_nanos = deadline_nanos;
     session->queue.push_back(std::move(delivery));
@@ -159,7 +160,43 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
     return;
   }
   Gather(delivery.get());
+  if (memory.device != nullptr) JoinNeighbors(session, delivery.get());
   SendDelivery(session, serial, delivery.get());
+}
+
+void DataPlane::JoinNeighbors(Session* session, Delivery* first) {
+  if (first->range != BlockRange::Whole(session->layout)) return;
+  const Payload payload = first->pin.memory();
+  const uint8_t* end = payload.bytes.data() + payload.bytes.size();
+  // Their headers are one message.
+  const size_t header_bytes = first->pin.object().header.Encode().size() + 16;
+  const size_t objects_max =
+      std::min<size_t>(options_.merged_objects_max, kMessageBytesMax / 2 / header_bytes);
+  while (!session->queue.empty() && first->more.size() + 1 < objects_max) {
+    Delivery* next = session->queue.front().get();
+    if (!next->follows || next->request_id != first->request_id ||
+        next->ordinal != first->ordinal + first->more.size() + 1) {
+      return;
+    }
+    const absl::Status status = PinFor(*session, next);
+    if (!status.ok()) {
+      SendFailure(session, next->request_id, next->ordinal, status);
+      session->queue.pop_front();
+      return;  // The next one lies behind this one's buffer.
+    }
+    const Payload its = next->pin.memory();
+    const uint64_t bytes = static_cast<uint64_t>(end - payload.bytes.data()) + its.bytes.size();
+    if (its.device != payload.device || its.bytes.data() != end ||
+        bytes > options_.merged_bytes_max) {
+      next->pin.Release();  // Its turn comes.
+      return;
+    }
+    end += its.bytes.size();
+    next->tier = first->tier;
+    next->sending = true;
+    first->more.push_back(std::move(session->queue.front()));
+    session->queue.pop_front();
+  }
 }
 
 void DataPlane::PumpDisk() {
@@ -268,30 +305,48 @@ void DataPlane::Loaded(uint64_t session_id, uint64_t serial, DeliveryRef deliver
   Pump();
 }
 
-void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delivery) {
-  const ObjectHeader& object = delivery->pin.object().header;
+std::string DataPlane::DeliveryHeader(Session* session, uint64_t serial, const Delivery& delivery) {
   v1::ObjectDelivery header;
-  header.set_request_id(delivery->request_id);
-  header.set_ordinal(delivery->ordinal);
-  header.set_object_header(object.Encode());
-  const std::string header_bytes = header.SerializeAsString();
-  if (header_bytes.size() > session->connection->header_bytes_max()) {
-    OnSent(
-        session, serial,
-        absl::FailedPreconditionError(absl::StrCat(
-            "the object's header of ", header_bytes.size(), " bytes does not fit the ",
-            session->connection->header_bytes_max(), " of ", session->connection->description())));
-    return;
+  header.set_request_id(delivery.request_id);
+  header.set_ordinal(delivery.ordinal);
+  if (delivery.more.empty()) {
+    header.set_object_header(delivery.pin.object().header.Encode());
+  } else {
+    header.set_count(static_cast<uint32_t>(delivery.more.size()) + 1);
+    v1::ObjectHeaders headers;
+    headers.set_request_id(delivery.request_id);
+    headers.set_ordinal(delivery.ordinal);
+    headers.add_object_headers(delivery.pin.object().header.Encode());
+    for (const DeliveryRef& next : delivery.more) {
+      headers.add_object_headers(next->pin.object().header.Encode());
+    }
+    session->connection->Send(MessageType::kObjectHeaders, headers.SerializeAsString());
   }
+  std::string bytes = header.SerializeAsString();
+  if (bytes.size() <= session->connection->header_bytes_max()) return bytes;
+  OnSent(session, serial,
+         absl::FailedPreconditionError(absl::StrCat(
+             "the object's header of ", bytes.size(), " bytes does not fit the ",
+             session->connection->header_bytes_max(), " of ", session->connection->description())));
+  return "";
+}
+
+void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delivery) {
+  const std::string header = DeliveryHeader(session, serial, *delivery);
+  if (header.empty()) return;
   absl::Span<const uint8_t> payload = delivery->staged.span();
   if (!delivery->staged.has_memory()) {
     const absl::Span<const uint8_t> whole = PayloadOf(*delivery).bytes;
-    const BlockPiece piece = RangePieces(delivery->range, session->layout, object.id.codec)[0];
+    const BlockPiece piece = RangePieces(delivery->range, session->layout, delivery->id.codec)[0];
     payload = whole.subspan(piece.offset, piece.bytes);
+    if (!delivery->more.empty()) {
+      const absl::Span<const uint8_t> last = delivery->more.back()->pin.memory().bytes;
+      payload = absl::MakeConstSpan(payload.data(), last.data() + last.size());
+    }
   }
   delivery->sending = true;
   session->connection->SendBulk(
-      MessageType::kObjectDelivery, header_bytes, payload,
+      MessageType::kObjectDelivery, header, payload,
       [this, session, serial](absl::Status status) { OnSent(session, serial, status); });
 }
 
@@ -302,6 +357,14 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
   const DeliveryRef delivery = std::move(found->second);
   session->sending.erase(found);
   --bulks_count_;
+  NoteSent(session, delivery.get(), status);
+  for (const DeliveryRef& next : delivery->more) NoteSent(session, next.get(), status);
+  if (status.ok() && !delivery->more.empty()) parts_.metrics->HbmMerged(delivery->more.size());
+  TakeTurn(session);
+  Pump();
+}
+
+void DataPlane::NoteSent(Session* session, Delivery* delivery, const absl::Status& status) {
   if (status.ok()) {
     const int64_t nanos = parts_.clock->NowNanos() - delivery->received_nanos;
     parts_.metrics->FetchHit(delivery->tier, static_cast<double>(nanos) * 1e-9);
@@ -312,8 +375,6 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
     parts_.metrics->FetchFailure(status.code());  // The reader is gone, or did not want it.
   }
   delivery->pin.Release();
-  TakeTurn(session);
-  Pump();
 }
 
 void DataPlane::NoteHbm(Session* session, const Delivery& delivery) {

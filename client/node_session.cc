@@ -10,6 +10,9 @@
 namespace okv {
 namespace {
 
+// Deliveries of several objects of one request that are under way; a node has 32 at most.
+constexpr size_t kBatchesMax = 128;
+
 absl::Status StatusOf(int32_t code, const std::string& message) {
   return absl::Status(static_cast<absl::StatusCode>(code), message);
 }
@@ -93,8 +96,11 @@ void NodeSession::StartFetch(const std::vector<FetchTarget>& targets, const Bloc
 void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> targets,
                             size_t first, const FetchDone& done) {
   request.set_request_id(next_request_++);
+  const uint8_t* end = nullptr;  // Of the buffer before.
   for (const FetchTarget& target : targets) {
     v1::FetchObject* object = request.add_objects();
+    object->set_follows(target.buffer.data() == end);
+    end = target.buffer.data() + target.buffer.size();
     object->set_key(std::string(target.id.key.view()));
     object->set_codec(static_cast<v1::CodecId>(target.id.codec));
     object->set_index(target.index.value());
@@ -259,6 +265,9 @@ void NodeSession::OnMessage(Connection* /*connection*/, MessageType type,
     case MessageType::kObjectFailure:
       HandleFailure(message);
       return;
+    case MessageType::kObjectHeaders:
+      HandleHeaders(message);
+      return;
     case MessageType::kPutReply:
       HandlePutReply(message);
       return;
@@ -310,6 +319,72 @@ void NodeSession::HandleFailure(absl::string_view message) {
     return;
   }
   Received(failure.request_id(), failure.ordinal(), StatusOf(failure.code(), failure.message()));
+}
+
+void NodeSession::HandleHeaders(absl::string_view message) {
+  v1::ObjectHeaders headers;
+  if (!headers.ParseFromArray(message.data(), static_cast<int>(message.size()))) {
+    Violation("ObjectHeaders that cannot be parsed");
+    return;
+  }
+  const auto found = fetches_.find(headers.request_id());
+  const auto count = static_cast<uint64_t>(headers.object_headers_size());
+  if (found == fetches_.end() || count < 2 || count > kObjectsPerDeliveryMax ||
+      headers.ordinal() + count > found->second.states.size()) {
+    Violation("headers of something not asked for");
+    return;
+  }
+  if (found->second.batches.size() >= kBatchesMax) {
+    Violation("headers of too many deliveries");
+    return;
+  }
+  Batch& batch = found->second.batches[headers.ordinal()];
+  if (!batch.headers.empty() || (batch.count != 0 && batch.count != count)) {
+    Violation("headers of another delivery");
+    return;
+  }
+  batch.headers.assign(headers.object_headers().begin(), headers.object_headers().end());
+  FinishBatch(headers.request_id(), headers.ordinal());
+}
+
+void NodeSession::ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t count,
+                               std::unique_ptr<BulkReceive> payload) {
+  PendingFetch& pending = fetches_.at(request_id);
+  bool sound =
+      count <= kObjectsPerDeliveryMax && uint64_t{ordinal} + count <= pending.targets.size();
+  const uint8_t* begin = pending.targets[ordinal].buffer.data();
+  const uint8_t* end = begin;
+  for (uint32_t i = ordinal; sound && i < ordinal + count; ++i) {
+    const absl::Span<uint8_t> buffer = pending.targets[i].buffer;
+    sound = pending.states[i] == TargetState::kAsked && buffer.data() == end;
+    end += buffer.size();
+  }
+  Batch& batch = pending.batches[ordinal];
+  if (!sound || payload->payload_bytes() != static_cast<size_t>(end - begin) || batch.count != 0 ||
+      (!batch.headers.empty() && batch.headers.size() != count)) {
+    Violation("a delivery of objects that do not belong together");
+    return;
+  }
+  batch.count = count;
+  for (uint32_t i = 0; i < count; ++i) pending.states[ordinal + i] = TargetState::kReceiving;
+  payload->Receive(absl::MakeSpan(pending.targets[ordinal].buffer.data(), payload->payload_bytes()),
+                   [this, request_id, ordinal](const absl::Status& status) {
+                     // As of a single one: EndCalls reports why.
+                     if (!status.ok()) return;
+                     fetches_.at(request_id).batches.at(ordinal).received = true;
+                     FinishBatch(request_id, ordinal);
+                   });
+}
+
+void NodeSession::FinishBatch(uint64_t request_id, uint32_t ordinal) {
+  PendingFetch& pending = fetches_.at(request_id);
+  if (!pending.batches.at(ordinal).received || pending.batches.at(ordinal).headers.empty()) return;
+  const Batch batch = std::move(pending.batches.at(ordinal));
+  pending.batches.erase(ordinal);
+  for (uint32_t i = 0; i < batch.count; ++i) {
+    const FetchTarget& target = fetches_.at(request_id).targets[ordinal + i];
+    Received(request_id, ordinal + i, CheckHeader(target, batch.headers[i], target.buffer.size()));
+  }
 }
 
 void NodeSession::HandlePutReply(absl::string_view message) {
@@ -366,6 +441,10 @@ void NodeSession::OnBulk(Connection* /*connection*/, MessageType type, absl::str
   if (found == fetches_.end() || ordinal >= found->second.states.size() ||
       found->second.states[ordinal] != TargetState::kAsked) {
     Violation("an object not asked for");
+    return;
+  }
+  if (delivery.count() > 1) {
+    ReceiveBatch(request_id, ordinal, delivery.count(), std::move(payload));
     return;
   }
   const FetchTarget& target = found->second.targets[ordinal];

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -95,10 +96,17 @@ class NodeSession final : public ConnectionHandler,
   enum class State { kConnecting, kOpen, kClosing, kClosed };
   enum class TargetState : uint8_t { kAsked, kReceiving, kDone };
 
+  // A delivery of several targets: bytes and headers come apart.
+  struct Batch {
+    uint32_t count = 0;  // 0: the bytes have not been announced yet.
+    bool received = false;
+    std::vector<std::string> headers;  // Encoded; empty: not here yet.
+  };
   struct PendingFetch {
     std::vector<FetchTarget> targets;
-    std::vector<TargetState> states;  // [targets]
-    size_t first = 0;                 // targets[0] is this one of the call.
+    std::vector<TargetState> states;    // [targets]
+    std::map<uint32_t, Batch> batches;  // By their first target.
+    size_t first = 0;                   // targets[0] is this one of the call.
     size_t remaining = 0;
     FetchDone done;
   };
@@ -132,6 +140,12 @@ class NodeSession final : public ConnectionHandler,
   void SendPuts();
   void HandleHelloReply(absl::string_view message);
   void HandleFailure(absl::string_view message);
+  void HandleHeaders(absl::string_view message);
+  // The bytes of several targets are on offer.
+  void ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t count,
+                    std::unique_ptr<BulkReceive> payload);
+  // Ends the batch's targets once both its parts are here.
+  void FinishBatch(uint64_t request_id, uint32_t ordinal);
   void HandlePutReply(absl::string_view message);
   void Received(uint64_t request_id, uint32_t ordinal, absl::StatusOr<ObjectHeader> header);
   // The payload is no longer on offer, once both sides are done with it.

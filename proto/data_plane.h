@@ -30,11 +30,14 @@ enum class MessageType : uint16_t {
   kObjectFailure = 5,
   kPutOffer = 6,  // Bulk.
   kPutReply = 7,
-  kComplaint = 8,  // Since minor 1.
+  kComplaint = 8,      // Since minor 1.
+  kObjectHeaders = 9,  // To who asked for objects that follow each other.
 };
-inline constexpr uint16_t kMessageTypeMax = 8;
+inline constexpr uint16_t kMessageTypeMax = 9;
 
 inline constexpr uint32_t kObjectsPerFetchMax = 4096;
+// Objects in one delivery: their headers, of 1.3 KB at 36 layers of 8 heads, fit one message.
+inline constexpr uint32_t kObjectsPerDeliveryMax = 64;
 // A control message: 4,096 objects x about 42 B fit four times.
 inline constexpr size_t kMessageBytesMax = size_t{1} << 20;
 

@@ -1,10 +1,15 @@
 // The data plane over an HBM tier. The transport of these tests copies by address, so that the
 // device is not fenced.
 
+#include <algorithm>
+#include <future>
 #include <list>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <vector>
 
+#include "client/node_session.h"
 #include "gtest/gtest.h"
 #include "tests/cache_node/ranges.h"
 #include "tests/cache_node/serve_fixture.h"
@@ -172,6 +177,115 @@ TEST_F(ServeHbmTest, WhatIsFetchedFromDramComesUp) {
   ExpectDelivered(worker->Fetch(Request({object}))[0], object);
   EXPECT_TRUE(WaitUntil([this] { return Hits("hbm") == 1; }));
   EXPECT_EQ(Hits("dram"), 1);
+}
+
+// Fetches by the client's session, whose requests say which buffers lie side by side.
+class ServeMergedTest : public ServeHbmTest {
+ protected:
+  // An int2 block has 15 pages of the machine: neighbours leave no gap.
+  const Format format_ = FormatOf(8);
+  const PageLayout layout_ = PageLayout::Of(format_);
+  const size_t block_bytes_ = layout_.block_bytes(Codec::kInt2);
+
+  TestObject Object(uint32_t number) {
+    return MakeObject({.number = number, .chain_blocks = 1}, format_);
+  }
+  double Merged() { return node_.Metric("okv_node_hbm_merged_objects_total"); }
+
+  struct Target {
+    TestObject object;
+    size_t at;  // In the reader's memory.
+  };
+  std::vector<absl::Status> Fetch(const std::vector<Target>& targets,
+                                  std::vector<uint8_t>* memory) {
+    const v1::Hello hello = Hello("tenant", format_);
+    const auto session = NodeSession::Create(worker_transport_.get(), {.address = address_,
+                                                                       .node_id = kNodeId,
+                                                                       .client_name = "test",
+                                                                       .ticket = hello.ticket(),
+                                                                       .format = hello.format(),
+                                                                       .format_id = format_.id()});
+    std::vector<NodeSession::FetchTarget> asked;
+    for (const Target& target : targets) {
+      asked.push_back({.id = target.object.id(),
+                       .index = target.object.header().index,
+                       .buffer = absl::MakeSpan(memory->data() + target.at, block_bytes_)});
+    }
+    std::vector<absl::Status> statuses(targets.size(), absl::UnknownError("no answer"));
+    size_t left = targets.size();
+    std::promise<void> done;
+    session->Fetch(asked, BlockRange{}, absl::Seconds(60),
+                   [&](size_t target, absl::StatusOr<ObjectHeader> header) {
+                     if (header.ok() && *header != targets[target].object.header()) {
+                       header = absl::InternalError("another object's header");
+                     }
+                     statuses[target] = header.status();
+                     if (--left == 0) done.set_value();
+                   });
+    done.get_future().wait();
+    session->Break(absl::CancelledError("the test is over"));
+    EXPECT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
+    return statuses;
+  }
+};
+
+TEST_F(ServeMergedTest, NeighboursLeaveTogether) {
+  StartNode();
+  std::vector<Target> targets;
+  const auto writer = OpenSession("tenant", format_);
+  for (uint32_t i = 0; i < 30; ++i) {
+    targets.push_back({.object = Object(i), .at = i * block_bytes_});
+    ASSERT_TRUE(writer->Put(Offer(targets[i].object), targets[i].object.payload).ok());
+  }
+  writer->Close();
+  std::vector<uint8_t> memory(30 * block_bytes_);
+  for (const absl::Status& status : Fetch(targets, &memory)) EXPECT_TRUE(status.ok()) << status;
+  for (const Target& target : targets) {
+    EXPECT_TRUE(std::equal(target.object.payload.begin(), target.object.payload.end(),
+                           memory.begin() + static_cast<ptrdiff_t>(target.at)));
+  }
+  EXPECT_EQ(Merged(), 29);
+  EXPECT_EQ(Hits("hbm"), 30);
+}
+
+TEST_F(ServeMergedTest, GapsAndMissesAtEitherEndPartThem) {
+  const uint64_t seed = std::random_device()();
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  std::mt19937_64 random(seed);
+  StartNode();
+  std::vector<uint32_t> order(40);
+  std::iota(order.begin(), order.end(), 0);
+  for (int i = 0; i < 6; ++i) std::swap(order[random() % 40], order[random() % 40]);
+  const auto writer = OpenSession("tenant", format_);
+  for (size_t i = 4; i < order.size(); ++i) {  // Four are missing.
+    const TestObject object = Object(order[i]);
+    ASSERT_TRUE(writer->Put(Offer(object), object.payload).ok());
+  }
+  writer->Close();
+  for (int round = 0; round < 10; ++round) {
+    std::vector<Target> targets;
+    size_t at = 0;
+    for (uint32_t i = 0; i < 40; ++i) {
+      if (random() % 8 == 0) at += 16;
+      targets.push_back({.object = Object(i), .at = at});
+      at += block_bytes_;
+    }
+    std::vector<uint8_t> memory(at);
+    const std::vector<absl::Status> statuses = Fetch(targets, &memory);
+    for (uint32_t i = 0; i < 40; ++i) {
+      const auto missing = std::find(order.begin(), order.begin() + 4, i);
+      if (missing != order.begin() + 4) {
+        EXPECT_TRUE(absl::IsNotFound(statuses[i])) << statuses[i];
+        continue;
+      }
+      ASSERT_TRUE(statuses[i].ok()) << statuses[i];
+      EXPECT_TRUE(std::equal(targets[i].object.payload.begin(), targets[i].object.payload.end(),
+                             memory.begin() + static_cast<ptrdiff_t>(targets[i].at)))
+          << "object " << i;
+    }
+  }
+  EXPECT_GT(Merged(), 0);
+  EXPECT_EQ(node_.storage->table()->stats().pins_count, 0u);
 }
 
 }  // namespace

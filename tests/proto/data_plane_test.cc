@@ -34,7 +34,7 @@ TEST(DataPlaneTest, MessageIdsAreThoseOnTheWire) {
   EXPECT_EQ(static_cast<int>(MessageType::kPutOffer), 6);
   EXPECT_EQ(static_cast<int>(MessageType::kPutReply), 7);
   EXPECT_EQ(static_cast<int>(MessageType::kComplaint), 8);
-  EXPECT_EQ(static_cast<int>(MessageType::kComplaint), kMessageTypeMax);
+  EXPECT_EQ(static_cast<int>(MessageType::kObjectHeaders), kMessageTypeMax);
 }
 
 }  // namespace
