@@ -11,6 +11,7 @@
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "cmd/bench/device_service.h"
 #include "cmd/bench/fetch.h"
 #include "cmd/bench/nll.h"
 #include "cmd/bench/peer.h"
@@ -24,6 +25,7 @@
 #include "cmd/bench/cuda_attend.h"
 #include "cmd/bench/cuda_codec.h"
 #include "cmd/bench/cuda_prefill.h"
+#include "cmd/bench/ipc.h"
 #include "cmd/bench/published_draws.h"
 #endif
 
@@ -77,6 +79,19 @@ ABSL_FLAG(std::string, mooncake_script, "tests/bench/mooncake_peer.py", "peer: w
 ABSL_FLAG(uint32_t, peer_tokens, 8192, "peer: tokens of a round, a multiple of 64");
 ABSL_FLAG(uint32_t, request_blocks, 8, "peer: blocks of a put or get");
 ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch, peer: where the services put their files");
+ABSL_FLAG(std::string, memory, "device",
+          "service: where worker and node hold blocks, device (GPU 0) or host");
+ABSL_FLAG(uint32_t, service_tokens, 102400, "service: tokens of history, a multiple of 64");
+ABSL_FLAG(std::string, service_tls, "",
+          "service: transports of node and worker, as UCX_TLS takes them; empty: their own choice");
+ABSL_FLAG(bool, require_gpudirect, false,
+          "service: fail where UCX would carry device memory through host memory");
+ABSL_FLAG(uint32_t, put_batches, 8, "service: calls that put everything");
+ABSL_FLAG(std::string, log_dir, "", "service: where the programs' logs stay; empty: nowhere");
+ABSL_FLAG(std::string, streams, "1,2,4,8", "service, ipc: streams that copies are spread over");
+ABSL_FLAG(uint32_t, ipc_blocks, 1600, "ipc: blocks to copy");
+ABSL_FLAG(uint64_t, ipc_block_bytes, 0, "ipc: bytes of a block; 0: of an int2 block of --layers");
+ABSL_FLAG(std::string, ipc_handle_file, "", "ipc_owner: where the handle goes");
 ABSL_FLAG(std::string, dir, "", "tiers, restart: directory on the disk to measure");
 ABSL_FLAG(uint64_t, bytes, uint64_t{1} << 30, "tiers: payload a round");
 ABSL_FLAG(uint32_t, objects, 1'000'000, "restart: blocks to find again");
@@ -139,6 +154,43 @@ absl::Status Fetch() {
   options.perftest = absl::GetFlag(FLAGS_perftest);
   options.directory = absl::GetFlag(FLAGS_scratch_dir);
   return Print(RunFetch(options));
+}
+
+absl::Status Service() {
+  ServiceOptions options;
+  options.memory = absl::GetFlag(FLAGS_memory);
+  options.tokens = absl::GetFlag(FLAGS_service_tokens);
+  options.shape = {.layers = absl::GetFlag(FLAGS_layers),
+                   .kv_heads = absl::GetFlag(FLAGS_kv_heads),
+                   .head_dim = absl::GetFlag(FLAGS_head_dim),
+                   .group_size = absl::GetFlag(FLAGS_group_size)};
+  options.query_heads = absl::GetFlag(FLAGS_query_heads);
+  OKV_ASSIGN_OR_RETURN(options.in_flight,
+                       ParseCounts("--in_flight", absl::GetFlag(FLAGS_in_flight)));
+  OKV_ASSIGN_OR_RETURN(options.streams, ParseCounts("--streams", absl::GetFlag(FLAGS_streams)));
+  options.rounds = absl::GetFlag(FLAGS_rounds);
+  options.put_batches = absl::GetFlag(FLAGS_put_batches);
+  options.tls = absl::GetFlag(FLAGS_service_tls);
+  options.require_gpudirect = absl::GetFlag(FLAGS_require_gpudirect);
+  options.directory = absl::GetFlag(FLAGS_scratch_dir);
+  options.log_directory = absl::GetFlag(FLAGS_log_dir);
+  options.seed = absl::GetFlag(FLAGS_seed);
+  ServiceModelFactory make_model = CreateHostModel;
+  if (options.memory != "host") {
+    if (options.memory != "device") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--memory '", options.memory, "': device or host"));
+    }
+#ifdef OKV_HAVE_CUDA
+    make_model = CreateCudaModel;
+#else
+    return absl::UnimplementedError("--memory device: this okv-bench was built without CUDA");
+#endif
+  }
+  OKV_ASSIGN_OR_RETURN(const ServiceReport report, RunService(options, make_model));
+  OKV_RETURN_IF_ERROR(Print<ServiceReport>(report));
+  if (report.error.empty()) return absl::OkStatus();
+  return absl::InternalError(report.error);
 }
 
 absl::Status Peer() {
@@ -238,6 +290,27 @@ CudaCodecOptions CodecOptions() {
 absl::Status QuantizeBench() { return CudaBench(CodecOptions(), RunCudaQuantize); }
 absl::Status DequantizeBench() { return CudaBench(CodecOptions(), RunCudaDequantize); }
 absl::Status VerifyBench() { return CudaBench(CodecOptions(), RunCudaVerify); }
+
+IpcBlocks IpcBlocksFromFlags() {
+  IpcBlocks blocks = {.block_bytes = absl::GetFlag(FLAGS_ipc_block_bytes),
+                      .blocks = absl::GetFlag(FLAGS_ipc_blocks)};
+  if (blocks.block_bytes == 0)
+    blocks.block_bytes = CodecOptions().layout().block_bytes(Codec::kInt2);
+  return blocks;
+}
+absl::Status IpcBench() {
+  IpcOptions options = {.blocks = IpcBlocksFromFlags(),
+                        .streams = {},
+                        .rounds = absl::GetFlag(FLAGS_rounds),
+                        .directory = absl::GetFlag(FLAGS_scratch_dir),
+                        .seed = absl::GetFlag(FLAGS_seed)};
+  OKV_ASSIGN_OR_RETURN(options.streams, ParseCounts("--streams", absl::GetFlag(FLAGS_streams)));
+  return Print(RunIpc(options));
+}
+// The other process of ipc and service.
+absl::Status IpcOwner() {
+  return RunIpcOwner(IpcBlocksFromFlags(), absl::GetFlag(FLAGS_ipc_handle_file));
+}
 #else
 absl::Status WithoutCuda() {
   return absl::UnimplementedError("it needs a GPU, and this okv-bench was built without CUDA");
@@ -247,6 +320,8 @@ constexpr auto PrefillBench = WithoutCuda;
 constexpr auto QuantizeBench = WithoutCuda;
 constexpr auto DequantizeBench = WithoutCuda;
 constexpr auto VerifyBench = WithoutCuda;
+constexpr auto IpcBench = WithoutCuda;
+constexpr auto IpcOwner = WithoutCuda;
 #endif
 
 struct Command {
@@ -260,6 +335,9 @@ constexpr Command kCommands[] = {{"nll", Nll},
                                  {"quantize", QuantizeBench},
                                  {"dequantize", DequantizeBench},
                                  {"verify", VerifyBench},
+                                 {"ipc", IpcBench},
+                                 {"ipc_owner", IpcOwner},
+                                 {"service", Service},
                                  {"fetch", Fetch},
                                  {"peer", Peer},
                                  {"tiers", TiersBench},
@@ -270,7 +348,9 @@ constexpr Command kCommands[] = {{"nll", Nll},
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okv-bench nll|quality|attend|prefill|quantize|dequantize|verify|fetch|peer|tiers|restart "
+      "okv-bench "
+      "nll|quality|attend|prefill|quantize|dequantize|verify|ipc|service|fetch|peer|tiers|"
+      "restart "
       "[flags]; --helpfull lists the flags");
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";

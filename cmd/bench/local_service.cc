@@ -1,6 +1,9 @@
 #include "cmd/bench/local_service.h"
 
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -15,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "client/transport/address.h"
 #include "cmd/support/files.h"
 #include "proto/bf16.h"
 #include "proto/check.h"
@@ -29,30 +33,6 @@ namespace {
 
 constexpr char kTenant[] = "bench";
 constexpr absl::Duration kPutTimeout = absl::Seconds(60);
-
-// One Hadamard matrix for every layer: the service only compares its hash.
-RotationSet MakeRotations(const BlockShape& shape) {
-  RotationSet set;
-  set.model = "made-up";
-  set.weights_revision = "1";
-  for (uint32_t layer = 0; layer < shape.layers; ++layer) set.layer_ids.push_back(layer);
-  set.kv_heads = shape.kv_heads;
-  set.head_dim = shape.head_dim;
-  set.group_size = shape.group_size;
-  set.method = "hadamard";
-  const float entry = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
-  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
-    for (uint32_t i = 0; i < shape.head_dim; ++i) {
-      for (uint32_t j = 0; j < shape.head_dim; ++j) {
-        set.r_k.push_back(FloatToBf16((std::popcount(i & j) & 1) != 0 ? -entry : entry));
-      }
-    }
-  }
-  set.r_v = set.r_k;
-  set.clip_rank_k.assign(size_t{shape.layers} * shape.kv_heads, 0);
-  set.clip_rank_v = set.clip_rank_k;
-  return set;
-}
 
 Format MakeFormat(const RotationSet& rotations) {
   Format format;
@@ -98,6 +78,31 @@ absl::Status BlockShape::Validate() const {
   return absl::OkStatus();
 }
 
+RotationSet MakeHadamardSet(const BlockShape& shape) {
+  RotationSet set;
+  set.model = std::string("made-up");
+  set.weights_revision = std::string("1");
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) set.layer_ids.push_back(layer);
+  set.kv_heads = shape.kv_heads;
+  set.head_dim = shape.head_dim;
+  set.group_size = shape.group_size;
+  set.method = "hadamard";
+  const float entry = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    for (uint32_t i = 0; i < shape.head_dim; ++i) {
+      for (uint32_t j = 0; j < shape.head_dim; ++j) {
+        set.r_k.push_back(FloatToBf16((std::popcount(i & j) & 1) != 0 ? -entry : entry));
+      }
+    }
+  }
+  set.r_v = set.r_k;
+  const size_t heads = size_t{shape.layers} * shape.kv_heads;
+  const uint32_t last = shape.head_dim - 1;
+  set.clip_rank_k.assign(heads, last - 5 * shape.head_dim / 128);
+  set.clip_rank_v.assign(heads, last - 10 * shape.head_dim / 128);
+  return set;
+}
+
 uint64_t BlockShape::block_bytes() const { return LayoutOf(*this).block_bytes(Codec::kInt2); }
 uint64_t BlockShape::bf16_bytes() const { return LayoutOf(*this).block_bytes(Codec::kBf16); }
 
@@ -128,7 +133,7 @@ void FillRandom(uint64_t seed, absl::Span<uint8_t> bytes) {
 absl::StatusOr<std::unique_ptr<LocalService>> LocalService::Start(
     const LocalServiceOptions& options) {
   auto service = absl::WrapUnique(new LocalService(options));
-  const RotationSet rotations = MakeRotations(options.shape);
+  const RotationSet rotations = MakeHadamardSet(options.shape);
   OKV_RETURN_IF_ERROR(rotations.Validate());
   service->format_ = MakeFormat(rotations);
   OKV_RETURN_IF_ERROR(service->format_.Validate());
@@ -175,6 +180,7 @@ absl::Status LocalService::StartPrograms() {
   if (!ready.is_object()) return absl::UnavailableError("okv-node wrote no JSON");
   node_address_ = {.node_id = ready.value("node_id", ""),
                    .data_address = ready.value("data_address", "")};
+  metrics_address_ = ready.value("metrics_address", "");
   return absl::OkStatus();
 }
 
@@ -188,6 +194,24 @@ absl::Status LocalService::Connect() {
   options.client_name = "okv-bench";
   OKV_ASSIGN_OR_RETURN(cluster_, Cluster::Connect(options, format_, transport_.get()));
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> LocalService::NodeMetrics() const {
+  OKV_ASSIGN_OR_RETURN(const SocketAddress address, ParseAddress(metrics_address_));
+  const int fd = socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const timeval timeout = {.tv_sec = 5, .tv_usec = 0};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
+  constexpr absl::string_view kRequest = "GET /metrics HTTP/1.0\r\n\r\n";
+  std::string answer;
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address.storage), address.length) == 0 &&
+      write(fd, kRequest.data(), kRequest.size()) == static_cast<ssize_t>(kRequest.size())) {
+    char buffer[4096];
+    for (ssize_t got; (got = read(fd, buffer, sizeof(buffer))) > 0;) answer.append(buffer, got);
+  }
+  close(fd);
+  const size_t body = answer.find("\r\n\r\n");
+  if (body != std::string::npos) return answer.substr(body + 4);
+  return absl::UnavailableError(absl::StrCat("no metrics at ", metrics_address_));
 }
 
 absl::StatusOr<std::string> LocalService::Ticket() const {

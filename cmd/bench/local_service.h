@@ -12,6 +12,7 @@
 #include "client/transport/transport.h"
 #include "cmd/bench/child.h"
 #include "proto/format.h"
+#include "proto/rotation_set.h"
 
 namespace okv {
 
@@ -30,8 +31,12 @@ struct BlockShape {
   uint64_t bf16_bytes() const;
 };
 
+// One Hadamard matrix for every layer, with the clips that are published for the method: 0.96 of
+// K's channels, 0.92 of V's.
+RotationSet MakeHadamardSet(const BlockShape& shape);
+
 struct LocalServiceOptions {
-  std::string directory;  // For both programs' files; exists.
+  std::string directory;  // For both programs' files, control.log and node.log; exists.
   BlockShape shape;
   std::string tls;         // The node's and the worker's transports, as UCX_TLS takes them.
   uint64_t objects_bytes;  // What the node must hold in DRAM without spilling.
@@ -55,6 +60,8 @@ class LocalService {
   const LookupResult::Node& node_address() const { return node_address_; }
   ChildProcess* node() { return node_.get(); }
   ChildProcess* control() { return control_.get(); }
+  // What the node shows at /metrics. kUnavailable when it does not answer within 5 s.
+  absl::StatusOr<std::string> NodeMetrics() const;
 
   // What a worker shows to the node.
   absl::StatusOr<std::string> Ticket() const;
@@ -74,6 +81,7 @@ class LocalService {
   Format format_;
   std::string control_address_;
   LookupResult::Node node_address_;
+  std::string metrics_address_;
   std::unique_ptr<ChildProcess> control_;
   std::unique_ptr<ChildProcess> node_;
   std::unique_ptr<Transport> transport_;
