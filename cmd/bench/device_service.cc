@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "cmd/bench/local_service.h"
 #include "cmd/bench/object_reader.h"
@@ -44,6 +45,7 @@ struct RateSamples {
   std::vector<double> bytes_per_second;
   std::vector<double> ratios;
   std::vector<double> request_seconds;
+  std::vector<double> verify_seconds;
 
   void Add(const ReadPass& pass, uint64_t bytes, double peer_bytes_per_second) {
     bytes_per_second.push_back(static_cast<double>(bytes) / pass.seconds);
@@ -58,7 +60,8 @@ struct RateSamples {
             .bytes_per_second = Quantile(bytes_per_second, 0.5),
             .of_peer_copy = Quantile(ratios, 0.5),
             .request_us_p50 = 1e6 * Quantile(request_seconds, 0.5),
-            .request_us_p99 = 1e6 * Quantile(request_seconds, 0.99)};
+            .request_us_p99 = 1e6 * Quantile(request_seconds, 0.99),
+            .verify_seconds = Quantile(verify_seconds, 0.5)};
   }
 };
 
@@ -98,6 +101,7 @@ class ServiceRun {
   ServiceStep* Step(const std::string& name);
   // Moves the steps that were taken into the report, beside their limits.
   void AddSteps();
+  void ReadMetrics();
   void SaveLogs();
   uint64_t payload_bytes() const { return report_->block_bytes * report_->blocks; }
 
@@ -113,6 +117,7 @@ class ServiceRun {
   ServiceStep steps_[std::size(kStepNames)];
   bool has_peer_ = false;
   std::vector<std::vector<double>> peer_seconds_;  // [streams][rounds]
+  std::string metrics_;                            // The node's, at the end.
   std::vector<uint8_t> output_before_;             // Of attention, over what was put.
 };
 
@@ -158,6 +163,7 @@ void ServiceRun::RunPhases() {
   }
   AddPeerRates();
   AddSteps();
+  if (service_ != nullptr) ReadMetrics();
   SaveLogs();
 }
 
@@ -228,14 +234,19 @@ void ServiceRun::AddPeerRates() {
 }
 
 absl::Status ServiceRun::StartService() {
-  if (model_->on_device()) return absl::UnimplementedError("the node has no HBM tier");
   const absl::Time begin = absl::Now();
-  OKV_ASSIGN_OR_RETURN(service_, LocalService::Start({.directory = directory_->Path("."),
-                                                      .shape = options_.shape,
-                                                      .tls = options_.tls,
-                                                      .objects_bytes = payload_bytes()}));
-  OKV_RETURN_IF_ERROR(service_->transport()->RegisterMemory(model_->sealed()));
-  OKV_RETURN_IF_ERROR(service_->transport()->RegisterMemory(model_->fetched()));
+  LocalServiceOptions service = {.directory = directory_->Path("."),
+                                 .shape = options_.shape,
+                                 .tls = options_.tls,
+                                 .objects_bytes = payload_bytes()};
+  if (service.tls.empty()) service.tls = UcxTransportOptions().tls;
+  if (model_->on_device()) service.device = 0;
+  service.require_gpudirect = options_.require_gpudirect;
+  OKV_ASSIGN_OR_RETURN(service_, LocalService::Start(service));
+  const MemoryKind kind = model_->on_device() ? MemoryKind::kDevice : MemoryKind::kHost;
+  for (const absl::Span<uint8_t> pool : {model_->sealed(), model_->fetched()}) {
+    OKV_RETURN_IF_ERROR(service_->transport()->RegisterMemory(pool, kind));
+  }
   OKV_ASSIGN_OR_RETURN(reader_, ObjectReader::Create(service_.get()));
   Progress("started in %.1f s", absl::ToDoubleSeconds(absl::Now() - begin));
   return absl::OkStatus();
@@ -329,8 +340,11 @@ absl::Status ServiceRun::FetchPass(const Order& order, uint32_t in_flight, doubl
   raw->Add(raw_pass, payload_bytes(), peer);
   OKV_RETURN_IF_ERROR(model_->Verify(reader_->headers(), order.slots).status());
   OKV_RETURN_IF_ERROR(model_->ClearFetched());
+  const uint64_t nanos_before = service_->cluster()->stats().verify_nanos;
   OKV_ASSIGN_OR_RETURN(const ReadPass verified_pass, reader_->ReadVerified(items, count));
   verified->Add(verified_pass, payload_bytes(), peer);
+  const uint64_t nanos = service_->cluster()->stats().verify_nanos - nanos_before;
+  verified->verify_seconds.push_back(static_cast<double>(nanos) * 1e-9);
   return model_->Verify(reader_->headers(), order.slots).status();
 }
 
@@ -392,6 +406,17 @@ void ServiceRun::AddSteps() {
   }
 }
 
+void ServiceRun::ReadMetrics() {
+  const absl::StatusOr<std::string> text = service_->NodeMetrics();
+  metrics_ = text.ok() ? *text : text.status().ToString();
+  for (const absl::string_view line : absl::StrSplit(metrics_, '\n')) {
+    const bool of_interest =
+        absl::StrContains(line, "hbm") || absl::StartsWith(line, "okv_node_fetch_hits_total");
+    if (!of_interest || absl::StartsWith(line, "#") || absl::EndsWith(line, " 0")) continue;
+    report_->node_metrics.emplace_back(line);
+  }
+}
+
 void ServiceRun::SaveLogs() {
   if (options_.log_directory.empty()) return;
   std::error_code error;
@@ -406,9 +431,7 @@ void ServiceRun::SaveLogs() {
     const absl::StatusOr<std::string> text = ReadFile(directory_->Path(name));
     if (text.ok()) save(name, *text);
   }
-  if (service_ == nullptr) return;
-  const absl::StatusOr<std::string> metrics = service_->NodeMetrics();
-  save("node.metrics", metrics.ok() ? *metrics : metrics.status().ToString());
+  if (!metrics_.empty()) save("node.metrics", metrics_);
 }
 
 std::string ShapeText(const ServiceReport& report) {
@@ -423,7 +446,8 @@ nlohmann::ordered_json RateJson(const ServiceFetchRate& rate) {
           {"bytes_per_second", rate.bytes_per_second},
           {"of_peer_copy", rate.of_peer_copy},
           {"request_us_p50", rate.request_us_p50},
-          {"request_us_p99", rate.request_us_p99}};
+          {"request_us_p99", rate.request_us_p99},
+          {"verify_seconds", rate.verify_seconds}};
 }
 
 }  // namespace
@@ -514,6 +538,7 @@ std::string ServiceReport::ToTable() const {
                                           : "DIFFERS from that over the blocks put");
   }
   if (!attention_repeats) table += "two runs of attention over the same blocks differ\n";
+  for (const std::string& line : node_metrics) absl::StrAppendFormat(&table, "node: %s\n", line);
   if (!error.empty()) absl::StrAppendFormat(&table, "FAILED: %s\n", error);
   return table;
 }
@@ -534,6 +559,7 @@ std::string ServiceReport::ToJson() const {
                                  {"different_bytes", different_bytes},
                                  {"attention_equal", attention_equal},
                                  {"attention_repeats", attention_repeats},
+                                 {"node_metrics", node_metrics},
                                  {"error", error}};
   json["peer_copies"] = nlohmann::ordered_json::array();
   for (const ServicePeerRate& rate : peer_rates) {

@@ -53,6 +53,7 @@ struct ServiceFetchRate {
   double of_peer_copy = 0;      // Median of the rounds' ratios to the fastest copies; 0: none.
   double request_us_p50 = 0;
   double request_us_p99 = 0;
+  double verify_seconds = 0;  // Of a pass: what the caller's thread spent on it; median.
 };
 struct ServiceFetchCase {
   std::string order;  // Of the destinations: "in order", "random"
@@ -85,6 +86,8 @@ struct ServiceReport {
   uint64_t different_bytes = 0;
   bool attention_equal = false;
   bool attention_repeats = true;
+  // What the node's metrics say of its HBM tier and where hits came from, "name{labels} value".
+  std::vector<std::string> node_metrics;
   // What ended the run early, "put: UNAVAILABLE: ..."; what was measured before is here.
   std::string error;
 

@@ -32,6 +32,7 @@ namespace okv {
 namespace {
 
 constexpr char kTenant[] = "bench";
+constexpr uint64_t kDramBesideHbmBytes = uint64_t{256} << 20;
 constexpr absl::Duration kPutTimeout = absl::Seconds(60);
 
 Format MakeFormat(const RotationSet& rotations) {
@@ -151,6 +152,30 @@ LocalService::~LocalService() {
   // What they hold was made up: nothing is worth a clean stop, which would write it to disk.
 }
 
+std::vector<std::string> LocalService::NodeCommand() const {
+  // An eighth more than is put stays below the watermark (0.9) above which a node spills.
+  const uint64_t bytes = options_.objects_bytes + options_.objects_bytes / 8 + (64 << 20);
+  std::vector<std::string> argv = {ProgramPath("okv-node"),
+                                   "--control",
+                                   control_address_,
+                                   "--data_dir",
+                                   absl::StrCat(options_.directory, "/node"),
+                                   "--ucx_tls",
+                                   options_.tls,
+                                   "--ready_file",
+                                   absl::StrCat(options_.directory, "/node.json")};
+  const auto add = [&argv](const auto&... word) { argv.push_back(absl::StrCat(word...)); };
+  if (options_.device.has_value()) {
+    add("--hbm_bytes=", bytes);
+    add("--hbm_device=", *options_.device);
+    add("--require_gpudirect=", options_.require_gpudirect ? "true" : "false");
+    add("--dram_bytes=", kDramBesideHbmBytes);
+  } else {
+    add("--dram_bytes=", bytes);
+  }
+  return argv;
+}
+
 absl::Status LocalService::StartPrograms() {
   const absl::Time until = absl::Now() + options_.start_timeout;
   const auto path = [this](const char* name) {
@@ -165,15 +190,9 @@ absl::Status LocalService::StartPrograms() {
   OKV_RETURN_IF_ERROR(control_->WaitForFile(port_file, until));
   OKV_ASSIGN_OR_RETURN(std::string port, ReadFile(port_file));
   control_address_ = absl::StrCat("127.0.0.1:", absl::StripTrailingAsciiWhitespace(port));
-  // An eighth more than is put stays below the watermark (0.9) above which a node spills.
-  const uint64_t dram_bytes = options_.objects_bytes + options_.objects_bytes / 8 + (64 << 20);
   OKV_ASSIGN_OR_RETURN(
       node_, ChildProcess::Start(
-                 {.argv = {ProgramPath("okv-node"), "--control", control_address_, "--data_dir",
-                           path("node"), "--dram_bytes", absl::StrCat(dram_bytes), "--ucx_tls",
-                           options_.tls, "--ready_file", path("node.json")},
-                  .environment = {},
-                  .output_path = path("node.log")}));
+                 {.argv = NodeCommand(), .environment = {}, .output_path = path("node.log")}));
   OKV_RETURN_IF_ERROR(node_->WaitForFile(path("node.json"), until));
   OKV_ASSIGN_OR_RETURN(const std::string text, ReadFile(path("node.json")));
   const auto ready = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
@@ -187,11 +206,17 @@ absl::Status LocalService::StartPrograms() {
 absl::Status LocalService::Connect() {
   UcxTransportOptions ucx;
   ucx.tls = options_.tls;
+  if (options_.device.has_value()) {
+    OKV_ASSIGN_OR_RETURN(device_, OpenCudaDevice(*options_.device));
+    ucx.device = device_.get();
+    ucx.require_gpudirect = options_.require_gpudirect;
+  }
   OKV_ASSIGN_OR_RETURN(transport_, CreateUcxTransport(ucx));
   ClusterOptions options;
   options.control_address = control_address_;
   options.tenant = kTenant;
   options.client_name = "okv-bench";
+  options.device = device_.get();
   OKV_ASSIGN_OR_RETURN(cluster_, Cluster::Connect(options, format_, transport_.get()));
   return absl::OkStatus();
 }

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cluster.h"
+#include "client/device_memory.h"
 #include "client/transport/transport.h"
 #include "cmd/bench/child.h"
 #include "proto/format.h"
@@ -39,7 +41,12 @@ struct LocalServiceOptions {
   std::string directory;  // For both programs' files, control.log and node.log; exists.
   BlockShape shape;
   std::string tls;         // The node's and the worker's transports, as UCX_TLS takes them.
-  uint64_t objects_bytes;  // What the node must hold in DRAM without spilling.
+  uint64_t objects_bytes;  // What the node must hold without spilling.
+  // The node holds it in this GPU's memory, and the worker's payloads and buffers may be there too;
+  // else in DRAM.
+  std::optional<int> device = std::nullopt;
+  // kFailedPrecondition where only host memory leads from one to the other.
+  bool require_gpudirect = false;
   absl::Duration start_timeout = absl::Seconds(120);
 };
 
@@ -74,6 +81,7 @@ class LocalService {
 
  private:
   explicit LocalService(const LocalServiceOptions& options) : options_(options) {}
+  std::vector<std::string> NodeCommand() const;
   absl::Status StartPrograms();
   absl::Status Connect();
 
@@ -84,8 +92,10 @@ class LocalService {
   std::string metrics_address_;
   std::unique_ptr<ChildProcess> control_;
   std::unique_ptr<ChildProcess> node_;
+  // Each goes before the one above.
+  std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<Cluster> cluster_;  // Before the transport goes.
+  std::unique_ptr<Cluster> cluster_;
 };
 
 // Memory for payloads in huge pages, zeroed, as a node's arena is. Owns it.

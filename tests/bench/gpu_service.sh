@@ -105,9 +105,9 @@ if has sizes; then
     service "service_layers$count" 45 "$count" --service_tokens "$tokens" --rounds "$rounds"
   done
 fi
-# Which ways UCX takes, in its own words, into the logs: a run of its own, since they cost time.
+# Which ways UCX takes, in its own words: a run of its own, since they cost time.
 if has paths; then
-  export UCX_PROTO_INFO=y UCX_LOG_LEVEL=info
+  export UCX_PROTO_INFO=y UCX_LOG_LEVEL=info UCX_LOG_FILE="$out/paths.ucx.%p.log"
   service paths 30 "$layers" --service_tokens 4096 --rounds 1 --in_flight 0
 fi
 exit $failed
