@@ -58,6 +58,16 @@ TEST(NodeProgramTest, WhatIsWrongWithTheCommandLineIsSaid) {
   ExpectRefused(Argv("127.0.0.1:1", directory.path(), {"--disk_bytes", "0"}), "disk_bytes");
 }
 
+TEST(NodeProgramTest, AnHbmTierThatCannotBeIsRefusedNamingItsFlag) {
+  const TempDir directory;
+  // Without CUDA in the build, without a GPU in the machine, and without that many: all the same.
+  ExpectRefused(
+      Argv("127.0.0.1:1", directory.path(), {"--hbm_bytes", "1073741824", "--hbm_device", "99"}),
+      "--hbm_bytes 1073741824: cuda:99 cannot be used");
+  ExpectRefused(Argv("127.0.0.1:1", directory.path(), {"--require_gpudirect"}), "--hbm_bytes");
+  ExpectRefused(Argv("127.0.0.1:1", directory.path(), {"--require_rdma"}), "require_rdma");
+}
+
 TEST(NodeProgramTest, WithoutCertificatesItBindsToLoopbackOnly) {
   const TempDir directory;
   ExpectRefused(Argv("127.0.0.1:1", directory.path(), {"--listen", "0.0.0.0:0"}), "--listen");
