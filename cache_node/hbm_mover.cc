@@ -5,6 +5,7 @@
 #include <future>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "proto/block_range.h"
 #include "proto/check.h"
@@ -213,10 +214,11 @@ size_t HbmMover::CopyDown(std::vector<ObjectPin>* pins, bool may_wait) {
 
 void HbmMover::Promote(std::vector<ObjectPin> pins) {
   std::vector<ObjectPin> group;
+  absl::flat_hash_set<ObjectId> ids;
   uint64_t bytes = 0;
   for (ObjectPin& pin : pins) {
-    // Promoted by an earlier use; gone from DRAM it cannot be.
-    if (!pin.hbm().empty() || pin.dram().empty()) continue;
+    // Promoted by an earlier use, or about to be; gone from DRAM it cannot be.
+    if (!pin.hbm().empty() || pin.dram().empty() || !ids.insert(pin.id()).second) continue;
     bytes += pin.object().header.payload_bytes;
     group.push_back(std::move(pin));
     if (bytes < GroupBytes()) continue;
