@@ -248,8 +248,8 @@ void HbmMover::PromoteGroup(std::vector<ObjectPin> pins) {
   const std::vector<absl::Status> checks = Verify(moved, payloads);
   for (size_t i = 0; i < moved.size(); ++i) {
     if (checks[i].ok()) {
-      parts_.table->AttachHbm(moved[i], std::move(extents[i]));
       parts_.metrics->HbmPromoted(copies[i].bytes);
+      parts_.table->AttachHbm(moved[i], std::move(extents[i]));
       continue;
     }
     // DRAM's copy, or the way up: only the first is a reason to give the object up.
