@@ -21,13 +21,18 @@ constexpr uint64_t kWindowShare = 8;
 // Moving a group to win less than this share of it costs more writing than it is worth.
 constexpr double kGainShareMin = 0.2;
 
-// What of a group's file is won when what is alive in it moves.
-double GainShare(const GroupUse& use) {
-  if (use.file_bytes == 0) return 1;
-  return 1 - static_cast<double>(use.live_bytes) / static_cast<double>(use.file_bytes);
+uint64_t Missing(uint64_t wanted, uint64_t have) { return wanted - std::min(wanted, have); }
+
+// What of a group's file is won when what is alive in it moves, and its part of the table with it.
+uint64_t GainBytes(const GroupUse& use) {
+  if (use.live_bytes == 0) return use.file_bytes;
+  return Missing(use.file_bytes, use.live_bytes + use.table_bytes);
 }
 
-uint64_t Missing(uint64_t wanted, uint64_t have) { return wanted - std::min(wanted, have); }
+double GainShare(const GroupUse& use) {
+  if (use.file_bytes == 0) return 1;
+  return static_cast<double>(GainBytes(use)) / static_cast<double>(use.file_bytes);
+}
 
 }  // namespace
 
@@ -96,7 +101,7 @@ Evictor::Plan Evictor::Choose(std::vector<ColdObject> cold, uint64_t goal_bytes,
     if (goal_bytes == 0) break;
     if (use.live_bytes > room_bytes) continue;
     room_bytes -= use.live_bytes;
-    goal_bytes = Missing(goal_bytes, use.file_bytes - use.live_bytes);
+    goal_bytes = Missing(goal_bytes, GainBytes(use));
     plan.groups.push_back(use.group);
   }
   plan.cold = std::move(cold);

@@ -79,7 +79,8 @@ StorageOptions Node::MakeStorageOptions() const {
   options.disk = {.data_dir = options_.data_dir,
                   .disk_bytes = options_.disk_bytes,
                   .node_id = options_.node_id,
-                  .free_floor_bytes = options_.disk_free_floor_bytes};
+                  .free_floor_bytes = options_.disk_free_floor_bytes,
+                  .log = log_};
   options.spill = options_.spill;
   options.tenant_budgets = options_.tenant_budgets;
   return options;
@@ -133,7 +134,8 @@ absl::Status Node::StartParts() {
   OKV_ASSIGN_OR_RETURN(data_address_, data_plane_->Listen(options_.listen_address));
   metrics_.SetSources({.table = storage_->table(),
                        .tiers = storage_->tiers(),
-                       .sessions_count = [this] { return data_plane_->sessions_count(); }});
+                       .sessions_count = [this] { return data_plane_->sessions_count(); },
+                       .index_recovery = [this] { return storage_->disk()->recovery(); }});
   OKV_ASSIGN_OR_RETURN(metrics_server_, MetricsServer::Start(options_.metrics_address,
                                                              [this] { return metrics_.Text(); }));
   membership_ = std::make_unique<Membership>(

@@ -47,6 +47,17 @@ void Set(MetricFamily* family, uint64_t value, const Labels& labels) {
   family->metric.push_back(std::move(metric));
 }
 
+MetricFamily Total(const char* name, const char* help, uint64_t value) {
+  MetricFamily family;
+  family.name = name;
+  family.help = help;
+  family.type = prometheus::MetricType::Counter;
+  ClientMetric metric;
+  metric.counter.value = static_cast<double>(value);
+  family.metric.push_back(std::move(metric));
+  return family;
+}
+
 const char* MissReason(NodeMetrics::Miss reason) {
   return reason == NodeMetrics::Miss::kNotHeld ? "not_held" : "other_tenant";
 }
@@ -256,7 +267,25 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
   Set(&sessions, sources_.sessions_count ? sources_.sessions_count() : 0, {});
   Set(&pins, stats.pins_count, {});
   Set(&claims, stats.claims_count, {});
-  return {stored, logical, objects, used, capacity, occupied, free, floor, sessions, pins, claims};
+  std::vector<MetricFamily> families = {stored, logical, objects,  used, capacity, occupied,
+                                        free,   floor,   sessions, pins, claims};
+  if (sources_.index_recovery) AddRecovery(sources_.index_recovery(), &families);
+  return families;
+}
+
+void NodeMetrics::AddRecovery(const IndexRecovery& recovery, std::vector<MetricFamily>* families) {
+  families->push_back(Total("okv_node_index_rebuilds_total",
+                            "Disk indexes that were damaged and built anew from the group files",
+                            recovery.rebuilds));
+  families->push_back(Total("okv_node_index_recovered_objects_total",
+                            "Objects on disk that the index did not have and a group's table did",
+                            recovery.objects));
+  families->push_back(
+      Total("okv_node_index_lost_groups_total",
+            "Groups on disk that neither the index nor a table of their own tells anything of",
+            recovery.groups_lost));
+  families->push_back(Total("okv_node_index_lost_bytes_total", "Bytes of these groups' files",
+                            recovery.group_bytes_lost));
 }
 
 std::string NodeMetrics::Text() const {

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "cache_node/block_table.h"
+#include "cache_node/tiers/rocksdb_tier.h"
 #include "cache_node/tiers/tier.h"
 #include "prometheus/counter.h"
 #include "prometheus/family.h"
@@ -31,7 +32,8 @@ class NodeMetrics {
   struct Sources {
     const BlockTable* table = nullptr;
     std::vector<const Tier*> tiers;
-    std::function<uint64_t()> sessions_count;
+    std::function<uint64_t()> sessions_count = {};
+    std::function<IndexRecovery()> index_recovery = {};
   };
   void SetSources(Sources sources) ABSL_LOCKS_EXCLUDED(mu_);
   void ClearSources() ABSL_LOCKS_EXCLUDED(mu_) { SetSources({}); }
@@ -70,7 +72,10 @@ class NodeMetrics {
   std::string Text() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
+  // Read from their owners.
   std::vector<prometheus::MetricFamily> Gauges() const ABSL_LOCKS_EXCLUDED(mu_);
+  static void AddRecovery(const IndexRecovery& recovery,
+                          std::vector<prometheus::MetricFamily>* families);
 
   // Thread-safe themselves, constant after construction.
   prometheus::Registry registry_;

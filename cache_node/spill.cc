@@ -223,7 +223,7 @@ absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
   std::vector<TierWrite> group;
   std::vector<ObjectPin> clean;
   std::vector<ObjectPin> dirty;
-  uint64_t cost_bytes = 0;
+  uint64_t cost_bytes = 2 * kDiskPageBytes;  // What a table takes beside its objects' part.
   uint64_t payload_bytes = 0;
   for (ObjectPin& pin : *pins) {
     if (pin.on_disk()) {

@@ -1,5 +1,6 @@
 #include "cache_node/storage.h"
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "proto/check.h"
@@ -23,7 +24,9 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
                                                        const Parts& parts) {
   OKV_RETURN_IF_ERROR(options.Validate());
   auto storage = absl::WrapUnique(new Storage(parts));
-  OKV_ASSIGN_OR_RETURN(storage->disk_, RocksdbTier::Open(options.disk));
+  RocksdbTierOptions disk = options.disk;
+  if (!disk.log) disk.log = parts.log;
+  OKV_ASSIGN_OR_RETURN(storage->disk_, RocksdbTier::Open(disk));
   storage->formats_ = std::make_unique<Formats>(
       [disk = storage->disk_.get()](const Format& format) { return disk->SaveFormat(format); });
   BlockPoolOptions pool = options.pool;
@@ -90,39 +93,63 @@ void Storage::StopSpilling() {
   if (hbm_mover_ != nullptr) hbm_mover_->Stop();
 }
 
+ObjectRef Storage::Held(TierRecord* record) const {
+  const Format* format = formats_->Find(record->header.format_id);
+  if (format == nullptr) return nullptr;
+  const PageLayout layout = PageLayout::Of(*format);
+  if (record->header.payload_bytes != layout.block_bytes(record->header.id.codec) ||
+      record->header.checksums.size() != layout.runs_count()) {
+    return nullptr;
+  }
+  return std::make_shared<const HeldObject>(HeldObject{
+      .header = std::move(record->header), .tenant = std::move(record->tenant), .layout = layout});
+}
+
 absl::Status Storage::AdoptDisk() {
   OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
   for (const Format& format : formats) formats_->AddStored(format);
   std::vector<BlockTable::Adopted> adopted;
   adopted.reserve(disk_->stats().objects_count);
+  std::vector<TierRecord> strangers;
+  OKV_RETURN_IF_ERROR(disk_->List({.object =
+                                       [&](TierRecord record) {
+                                         const DiskPlace place = record.place;
+                                         if (ObjectRef object = Held(&record)) {
+                                           adopted.push_back({std::move(object), place});
+                                         } else {
+                                           strangers.push_back(std::move(record));
+                                         }
+                                       },
+                                   .corrupt =
+                                       [&](const absl::Status& why) {
+                                         parts_.metrics->Corrupt(disk_->name());
+                                         parts_.log(absl::StrCat(
+                                             "dropped a row of the disk's index: ", why.message()));
+                                       }}));
+  // A format is durable before its objects. An index that lost it did not lose the groups' tables.
   std::vector<ObjectId> unreadable;
-  OKV_RETURN_IF_ERROR(disk_->List(
-      {.object =
-           [&](TierRecord record) {
-             const ObjectHeader& header = record.header;
-             const Format* format = formats_->Find(header.format_id);
-             const PageLayout layout = format != nullptr ? PageLayout::Of(*format) : PageLayout{};
-             if (format == nullptr || header.payload_bytes != layout.block_bytes(header.id.codec) ||
-                 header.checksums.size() != layout.runs_count()) {
-               unreadable.push_back(header.id);
-               return;
-             }
-             adopted.push_back({.object = std::make_shared<const HeldObject>(
-                                    HeldObject{.header = std::move(record.header),
-                                               .tenant = std::move(record.tenant),
-                                               .layout = layout}),
-                                .place = record.place});
-           },
-       .corrupt =
-           [&](const absl::Status& why) {
-             parts_.metrics->Corrupt(disk_->name());
-             parts_.log(absl::StrCat("dropped a row of the disk's index: ", why.message()));
-           }}));
+  absl::flat_hash_set<std::pair<FormatId, uint32_t>> asked;
+  for (TierRecord& record : strangers) {
+    const FormatId format_id = record.header.format_id;
+    const DiskPlace place = record.place;
+    if (formats_->Find(format_id) == nullptr && asked.emplace(format_id, place.group).second) {
+      const absl::StatusOr<Format> format = disk_->RecoverFormat(format_id, place.group);
+      if (format.ok()) {
+        formats_->AddStored(*format);
+        parts_.log(absl::StrCat("took back format ", format_id.Short(),
+                                " that the disk's index did not have"));
+      }
+    }
+    const ObjectId id = record.header.id;
+    if (ObjectRef object = Held(&record)) {
+      adopted.push_back({std::move(object), place});
+    } else {
+      unreadable.push_back(id);
+    }
+  }
   const size_t objects_count = table_->AdoptFromDisk(std::move(adopted));
-  parts_.log(absl::StrCat("adopted ", objects_count, " objects of ", formats.size(),
-                          " formats from disk"));
+  parts_.log(absl::StrCat("adopted ", objects_count, " objects from disk"));
   if (unreadable.empty()) return absl::OkStatus();
-  // A format is durable before its objects: without it they are of no use to anybody.
   parts_.log(absl::StrCat("dropped ", unreadable.size(),
                           " objects on disk that fit no format known here"));
   return disk_->RemoveAll(unreadable);

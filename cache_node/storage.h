@@ -76,6 +76,8 @@ class Storage {
   explicit Storage(const Parts& parts) : parts_(parts) {}
   absl::Status AdoptDisk();
   absl::Status OpenHbm(const StorageOptions& options);
+  // As the table wants it; null when the record fits no format known here.
+  ObjectRef Held(TierRecord* record) const;
 
   const Parts parts_;
   std::unique_ptr<RocksdbTier> disk_;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +20,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cache_node/tiers/aligned_buffer.h"
+#include "proto/fields.h"
+#include "proto/sha256.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -27,6 +30,12 @@ namespace {
 constexpr const char* kSuffix = ".group";
 constexpr const char* kProbeName = "probe";
 constexpr int kPartsMax = 1024;  // IOV_MAX of Linux.
+
+// The trailer: see the class comment.
+constexpr absl::string_view kTrailerMagic = "OKVGROUP";
+constexpr uint32_t kTrailerVersion = 1;
+constexpr size_t kTrailerBytesCovered = 24;  // By the digest behind them, as the table is.
+constexpr size_t kTrailerBytes = kTrailerBytesCovered + sizeof(FormatId::bytes);
 
 // A file descriptor, closed at the end of its scope.
 class File {
@@ -116,6 +125,27 @@ int WriteParts(int fd, std::vector<iovec> parts) {
   return 0;
 }
 
+absl::string_view AsView(const uint8_t* bytes, size_t count) {
+  return {reinterpret_cast<const char*>(bytes), count};
+}
+
+// Table, zeros, trailer: whole pages.
+AlignedBuffer TablePages(absl::string_view table) {
+  const size_t bytes = GroupFiles::TableBytes(table.size());
+  AlignedBuffer pages = AllocateAligned(bytes);
+  std::memset(pages.get(), 0, bytes);
+  std::memcpy(pages.get(), table.data(), table.size());
+  std::string trailer(kTrailerMagic);
+  AppendU32(&trailer, kTrailerVersion);
+  AppendU32(&trailer, 0);
+  AppendU64(&trailer, table.size());
+  const std::array<uint8_t, 32> digest = Sha256(absl::StrCat(table, trailer));
+  uint8_t* const end = pages.get() + bytes - kTrailerBytes;
+  std::memcpy(end, trailer.data(), trailer.size());
+  std::memcpy(end + trailer.size(), digest.data(), digest.size());
+  return pages;
+}
+
 bool HasDirectIo(int directory_fd) {
   const int fd = openat(directory_fd, kProbeName, O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, 0600);
   if (fd >= 0) close(fd);
@@ -146,8 +176,12 @@ std::string GroupFiles::FileName(uint32_t group) {
   return absl::StrFormat("%08x%s", group, kSuffix);
 }
 
+uint64_t GroupFiles::TableBytes(size_t table_bytes) {
+  return DiskPagesBytes(table_bytes + kTrailerBytes);
+}
+
 absl::StatusOr<std::vector<uint32_t>> GroupFiles::Write(
-    uint32_t group, absl::Span<const absl::Span<const uint8_t>> payloads) {
+    uint32_t group, absl::Span<const absl::Span<const uint8_t>> payloads, absl::string_view table) {
   std::vector<uint32_t> pages;
   uint64_t file_bytes = 0;
   for (const absl::Span<const uint8_t> payload : payloads) {
@@ -157,8 +191,12 @@ absl::StatusOr<std::vector<uint32_t>> GroupFiles::Write(
     pages.push_back(static_cast<uint32_t>(file_bytes / kDiskPageBytes));
     file_bytes += DiskPagesBytes(payload.size());
   }
+  const AlignedBuffer table_pages = TablePages(table);
+  const uint64_t table_bytes = TableBytes(table.size());
+  std::vector<absl::Span<const uint8_t>> parts(payloads.begin(), payloads.end());
+  parts.push_back(absl::MakeConstSpan(table_pages.get(), table_bytes));
   const std::string name = FileName(group);
-  const absl::Status status = WriteFile(name, file_bytes, payloads);
+  const absl::Status status = WriteFile(name, file_bytes + table_bytes, parts);
   if (!status.ok()) {
     unlinkat(directory_fd_, name.c_str(), 0);
     return status;
@@ -211,6 +249,43 @@ absl::Status GroupFiles::Read(const DiskPlace& place, absl::Span<uint8_t> buffer
   }
   std::memcpy(buffer.data() + direct, copy.get(), rest);
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> GroupFiles::ReadTable(uint32_t group) const {
+  const std::string name = FileName(group);
+  struct stat file;
+  if (fstatat(directory_fd_, name.c_str(), &file, 0) != 0) {
+    return FromErrno(absl::StrCat("looking at ", name), errno);
+  }
+  const auto file_bytes = static_cast<uint64_t>(file.st_size);
+  const absl::Status none = absl::NotFoundError(absl::StrCat(name, " has no table"));
+  if (file_bytes == 0 || file_bytes % kDiskPageBytes != 0) return none;
+  const auto read_end = [&](uint64_t bytes) -> absl::StatusOr<AlignedBuffer> {
+    AlignedBuffer pages = AllocateAligned(bytes);
+    const auto page = static_cast<uint32_t>((file_bytes - bytes) / kDiskPageBytes);
+    OKV_RETURN_IF_ERROR(Read({.group = group, .page = page}, absl::MakeSpan(pages.get(), bytes)));
+    return pages;
+  };
+  OKV_ASSIGN_OR_RETURN(AlignedBuffer pages, read_end(kDiskPageBytes));
+  FieldReader trailer(AsView(pages.get() + kDiskPageBytes - kTrailerBytes, kTrailerBytes));
+  if (trailer.Take(kTrailerMagic.size()) != kTrailerMagic) return none;
+  const auto version = static_cast<uint32_t>(trailer.Unsigned(4));
+  trailer.Take(4);
+  const uint64_t table_bytes = trailer.Unsigned(8);
+  const absl::Status damaged = absl::DataLossError(absl::StrCat("the table of ", name));
+  if (table_bytes > file_bytes - kTrailerBytes) return damaged;
+  const uint64_t bytes = TableBytes(table_bytes);
+  OKV_ASSIGN_OR_RETURN(pages, read_end(bytes));
+  const uint8_t* const end = pages.get() + bytes - kTrailerBytes;
+  std::string table(AsView(pages.get(), table_bytes));
+  const std::array<uint8_t, 32> digest =
+      Sha256(absl::StrCat(table, AsView(end, kTrailerBytesCovered)));
+  if (AsView(end + kTrailerBytesCovered, digest.size()) != AsView(digest.data(), digest.size())) {
+    return damaged;
+  }
+  if (version == kTrailerVersion) return table;
+  return absl::FailedPreconditionError(
+      absl::StrCat(name, " is of version ", version, "; this program reads ", kTrailerVersion));
 }
 
 absl::Status GroupFiles::Delete(uint32_t group) {

@@ -23,8 +23,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cache_node/tiers/aligned_buffer.h"
+#include "cache_node/tiers/group_table.h"
+#include "cache_node/tiers/node_id_file.h"
 #include "proto/check.h"
-#include "proto/fields.h"
+#include "proto/object.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -37,11 +40,10 @@ constexpr const char* kFamilyNames[kFamiliesCount] = {"default", "index", "forma
 constexpr absl::string_view kOldPayloadFamily = "payload";
 
 constexpr absl::string_view kNodeIdKey = "node_id";
+constexpr absl::string_view kRebuildingKey = "rebuilding";
 constexpr size_t kNodeIdBytesMax = 128;
-constexpr size_t kKeyBytes = 33;  // BlockKey, codec.
-constexpr size_t kTenantBytesMax = 1024;
-constexpr size_t kHeaderBytesMax = size_t{1} << 20;  // 512 layers x 256 heads x 4 B, and the rest.
-constexpr size_t kHeaderBytesFixed = 134;            // ObjectHeader::Encode() without checksums.
+// What of a table is not its objects: trailer, counts, a format's canonical encoding.
+constexpr size_t kTableBytesFixed = 512;
 constexpr size_t kIndexBufferBytes = size_t{4} << 20;
 constexpr size_t kBlockCacheBytes = size_t{32} << 20;  // Index rows and filters.
 // RocksDB's logs of itself count against the limit: a few MB at most.
@@ -49,64 +51,8 @@ constexpr size_t kManifestBytesMax = size_t{1} << 20;
 constexpr size_t kLogBytesMax = size_t{8} << 20;
 constexpr size_t kInfoLogBytesMax = size_t{256} << 10;
 
-// Tags of an index row, on disk: never renumber.
-enum Tag : uint8_t { kTenant = 1, kHeader = 2, kPlace = 3 };
-constexpr size_t kPlaceBytes = 16;  // Group u32, page u32, payload bytes u64, little-endian.
-constexpr size_t kFieldBytes = 5;   // Tag and length.
-
 rocksdb::Slice AsSlice(absl::string_view bytes) { return {bytes.data(), bytes.size()}; }
 absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
-
-std::string RowKey(const ObjectId& id) {
-  std::string key(id.key.view());
-  key.push_back(static_cast<char>(id.codec));
-  return key;
-}
-
-size_t IndexRowBytes(const HeldObject& object) {
-  return 3 * kFieldBytes + kPlaceBytes + object.tenant.size() + kHeaderBytesFixed +
-         object.header.checksums.size() * 4;
-}
-
-// The place first: counting what a directory holds reads nothing else.
-std::string IndexRow(const HeldObject& object, const DiskPlace& place) {
-  std::string row;
-  row.reserve(IndexRowBytes(object));
-  std::string place_bytes;
-  AppendU32(&place_bytes, place.group);
-  AppendU32(&place_bytes, place.page);
-  AppendU64(&place_bytes, object.header.payload_bytes);
-  FieldWriter writer(&row);
-  writer.Bytes(kPlace, place_bytes);
-  writer.Bytes(kTenant, object.tenant);
-  writer.Bytes(kHeader, object.header.Encode());
-  OKV_CHECK(row.size() == IndexRowBytes(object));
-  return row;
-}
-
-DiskPlace ReadPlace(FieldReader* row, uint64_t* payload_bytes) {
-  FieldReader reader(row->Bytes(kPlace, kPlaceBytes));
-  DiskPlace place;
-  place.group = static_cast<uint32_t>(reader.Unsigned(4));
-  place.page = static_cast<uint32_t>(reader.Unsigned(4));
-  *payload_bytes = reader.Unsigned(8);
-  return reader.done() ? place : DiskPlace{};
-}
-
-absl::StatusOr<TierRecord> ParseIndexRow(absl::string_view key, absl::string_view row) {
-  FieldReader reader(row);
-  uint64_t payload_bytes = 0;
-  const DiskPlace place = ReadPlace(&reader, &payload_bytes);
-  const absl::string_view tenant = reader.Bytes(kTenant, kTenantBytesMax);
-  const absl::string_view header = reader.Bytes(kHeader, kHeaderBytesMax);
-  if (!reader.done() || !place.known()) return absl::DataLossError("an index row is damaged");
-  OKV_ASSIGN_OR_RETURN(ObjectHeader parsed, ObjectHeader::Decode(header));
-  if (RowKey(parsed.id) != key) return absl::DataLossError("an index row has another row's key");
-  if (parsed.payload_bytes != payload_bytes) {
-    return absl::DataLossError("an index row has another size than its header");
-  }
-  return TierRecord{.header = std::move(parsed), .tenant = std::string(tenant), .place = place};
-}
 
 absl::Status FromRocksdb(absl::string_view what, const rocksdb::Status& status) {
   if (status.ok()) return absl::OkStatus();
@@ -207,9 +153,7 @@ absl::StatusOr<std::unique_ptr<RocksdbTier>> RocksdbTier::Open(const RocksdbTier
   auto tier = absl::WrapUnique(new RocksdbTier(options, std::move(lock)));
   OKV_ASSIGN_OR_RETURN(tier->files_, GroupFiles::Open(absl::StrCat(options.data_dir, "/groups")));
   MutexLock write_lock(&tier->write_mu_);
-  OKV_RETURN_IF_ERROR(tier->OpenDatabase());
-  OKV_RETURN_IF_ERROR(tier->AdoptNodeId());
-  OKV_RETURN_IF_ERROR(tier->CountObjects());
+  OKV_RETURN_IF_ERROR(tier->OpenIndex(/*starting=*/true));
   return tier;
 }
 
@@ -221,8 +165,66 @@ RocksdbTier::~RocksdbTier() {
   CloseDatabase();
 }
 
-absl::Status RocksdbTier::OpenDatabase() {
-  const std::string path = absl::StrCat(options_.data_dir, "/rocksdb");
+void RocksdbTier::Log(const std::string& line) const {
+  if (options_.log) options_.log(line);
+}
+
+std::string RocksdbTier::IndexPath() const { return absl::StrCat(options_.data_dir, "/rocksdb"); }
+
+absl::Status RocksdbTier::OpenIndex(bool starting) {
+  const absl::Status status = ReadIndex(starting);
+  if (!absl::IsDataLoss(status)) return status;
+  Log(absl::StrCat("the disk's index is damaged, building it anew from the groups' own tables: ",
+                   status.message()));
+  CloseDatabase();
+  OKV_RETURN_IF_ERROR(ReplaceIndex());
+  return ReadIndex(starting);
+}
+
+absl::Status RocksdbTier::ReadIndex(bool starting) {
+  if (db_ == nullptr) OKV_RETURN_IF_ERROR(OpenDatabase(/*may_begin=*/false));
+  OKV_RETURN_IF_ERROR(AdoptNodeId());
+  OKV_RETURN_IF_ERROR(ReadFormats());
+  OKV_ASSIGN_OR_RETURN(const GroupSizes rowless, CountObjects());
+  std::string mark;
+  const rocksdb::Status marked = db_->Get(rocksdb::ReadOptions(), AsSlice(kRebuildingKey), &mark);
+  if (!marked.ok() && !marked.IsNotFound()) return FromRocksdb("reading the index", marked);
+  if (starting || marked.ok()) {
+    OKV_RETURN_IF_ERROR(AdoptGroups(rowless, /*rebuilding=*/marked.ok()));
+  } else {
+    // Who wrote them was told that they failed.
+    for (const auto& [group, file_bytes] : rowless) OKV_RETURN_IF_ERROR(files_->Delete(group));
+  }
+  if (!marked.ok()) return absl::OkStatus();
+  OKV_RETURN_IF_ERROR(FromRocksdb("writing to the index",
+                                  db_->Delete(rocksdb::WriteOptions(), AsSlice(kRebuildingKey))));
+  return SyncLocked();
+}
+
+absl::Status RocksdbTier::ReplaceIndex() {
+  const std::string aside = absl::StrCat(IndexPath(), ".damaged");
+  std::error_code error;
+  if (std::filesystem::exists(IndexPath(), error)) {
+    std::filesystem::remove_all(aside, error);
+    if (!error) std::filesystem::rename(IndexPath(), aside, error);
+  }
+  if (error) {
+    return absl::UnavailableError(
+        absl::StrCat("putting '", IndexPath(), "' aside: ", error.message()));
+  }
+  OKV_RETURN_IF_ERROR(OpenDatabase(/*may_begin=*/true));
+  {
+    MutexLock lock(&mu_);
+    ++recovery_.rebuilds;
+  }
+  // Should this be cut short, the next start goes on with it.
+  rocksdb::WriteOptions synced;
+  synced.sync = true;
+  return FromRocksdb("writing to the index", db_->Put(synced, AsSlice(kRebuildingKey), "1"));
+}
+
+absl::Status RocksdbTier::OpenDatabase(bool may_begin) {
+  const std::string path = IndexPath();
   const std::string what = absl::StrCat("data_dir '", options_.data_dir, "'");
   std::vector<std::string> names;  // None in a new directory.
   if (rocksdb::DB::ListColumnFamilies(DatabaseOptions(), path, &names).ok()) {
@@ -232,10 +234,19 @@ absl::Status RocksdbTier::OpenDatabase() {
           what, " has the layout of the first version, payloads inside RocksDB: empty it"));
     }
   }
+  std::error_code error;
+  OKV_ASSIGN_OR_RETURN(const GroupSizes groups, files_->List());
+  if (!may_begin && !groups.empty() &&
+      !std::filesystem::exists(absl::StrCat(path, "/CURRENT"), error)) {
+    return absl::DataLossError(absl::StrCat(what, ": rocksdb/CURRENT is missing"));
+  }
   rocksdb::DB* db = nullptr;
   const rocksdb::Status status =
       rocksdb::DB::Open(DatabaseOptions(), path, FamilyDescriptors(), &families_, &db);
   db_.reset(db);
+  if (status.IsPathNotFound() || status.IsNotFound()) {
+    return absl::DataLossError(absl::StrCat(what, ": ", status.ToString()));  // A file is missing.
+  }
   if (status.IsIOError()) {
     return absl::FailedPreconditionError(absl::StrCat(what, ": ", status.ToString()));
   }
@@ -252,31 +263,42 @@ void RocksdbTier::CloseDatabase() {
 
 absl::Status RocksdbTier::AdoptNodeId() {
   const rocksdb::Status found = db_->Get(rocksdb::ReadOptions(), AsSlice(kNodeIdKey), &node_id_);
-  if (found.ok()) {
-    if (options_.node_id.empty() || options_.node_id == node_id_) return absl::OkStatus();
+  if (!found.ok() && !found.IsNotFound()) return FromRocksdb("reading the node id", found);
+  if (found.IsNotFound()) node_id_ = ReadNodeIdFile(options_.data_dir);
+  if (!node_id_.empty() && !options_.node_id.empty() && options_.node_id != node_id_) {
     return absl::FailedPreconditionError(absl::StrCat("data_dir '", options_.data_dir,
                                                       "' belongs to node '", node_id_,
                                                       "', not to '", options_.node_id, "'"));
   }
-  if (!found.IsNotFound()) return FromRocksdb("reading the node id", found);
-  node_id_ = options_.node_id.empty() ? RandomNodeId() : options_.node_id;
+  if (node_id_.empty()) node_id_ = options_.node_id.empty() ? RandomNodeId() : options_.node_id;
+  if (const absl::Status written = WriteNodeIdFile(options_.data_dir, node_id_); !written.ok()) {
+    Log(absl::StrCat("the node's id is in the index only: ", written.message()));
+  }
+  if (found.ok()) return absl::OkStatus();
   OKV_RETURN_IF_ERROR(
       FromRocksdb("writing the node id",
                   db_->Put(rocksdb::WriteOptions(), AsSlice(kNodeIdKey), AsSlice(node_id_))));
-  return FlushLocked();
+  return FromRocksdb("syncing the index's log", db_->SyncWAL());
 }
 
-absl::StatusOr<RocksdbTier::RowUse> RocksdbTier::ParseUse(absl::string_view row) {
-  RowUse use;
-  FieldReader reader(row);
-  use.place = ReadPlace(&reader, &use.payload_bytes);
-  if (!use.place.known()) return absl::DataLossError("an index row is damaged");
-  use.cost_bytes = DiskPagesBytes(use.payload_bytes) + row.size() + kKeyBytes;
-  return use;
+absl::Status RocksdbTier::ReadFormats() {
+  // Those that were saved since the start may be missing from a database that is opened again.
+  for (const auto& [id, canonical] : formats_) {
+    OKV_RETURN_IF_ERROR(FromRocksdb(
+        "writing a format",
+        db_->Put(rocksdb::WriteOptions(), families_[kFormats], AsSlice(id.view()), canonical)));
+  }
+  const std::unique_ptr<rocksdb::Iterator> rows(
+      db_->NewIterator(rocksdb::ReadOptions(), families_[kFormats]));
+  for (rows->SeekToFirst(); rows->Valid(); rows->Next()) {
+    const absl::StatusOr<FormatId> id = FormatId::FromBytes(AsView(rows->key()));
+    if (id.ok()) formats_[*id] = rows->value().ToString();
+  }
+  return FromRocksdb("listing formats", rows->status());
 }
 
-absl::Status RocksdbTier::CountObjects() {
-  OKV_ASSIGN_OR_RETURN(const auto files, files_->List());
+absl::StatusOr<RocksdbTier::GroupSizes> RocksdbTier::CountObjects() {
+  OKV_ASSIGN_OR_RETURN(GroupSizes files, files_->List());
   rocksdb::ReadOptions options;
   options.readahead_size = size_t{4} << 20;
   options.fill_cache = false;
@@ -286,55 +308,145 @@ absl::Status RocksdbTier::CountObjects() {
   emptied_.clear();
   files_bytes_ = used_bytes_ = objects_count_ = rows_bytes_ = 0;
   for (rows->SeekToFirst(); rows->Valid(); rows->Next()) {
-    const absl::StatusOr<RowUse> use = ParseUse(AsView(rows->value()));
+    const absl::StatusOr<IndexRowUse> use = ParseIndexRowUse(AsView(rows->value()));
     if (use.ok() && files.contains(use->place.group)) CountAdded(*use);
   }
   OKV_RETURN_IF_ERROR(FromRocksdb("counting objects", rows->status()));
-  for (const auto& [group, file_bytes] : files) {
-    next_group_ = std::max(next_group_, group + 1);
-    const auto found = groups_.find(group);
-    if (found == groups_.end()) {
-      // A crash came between the file and its rows, or between the last removal and the file's.
-      OKV_RETURN_IF_ERROR(files_->Delete(group));
-      continue;
-    }
-    found->second.file_bytes = file_bytes;
-    files_bytes_ += file_bytes;
+  for (const auto& [group, file_bytes] : files) next_group_ = std::max(next_group_, group + 1);
+  for (auto& [number, group] : groups_) {
+    group.file_bytes = files.at(number);
+    files_bytes_ += group.file_bytes;
+    files.erase(number);
   }
   index_bytes_ = IndexBytes();
+  return files;
+}
+
+bool RocksdbTier::HasPlace(const ObjectId& id) {
+  const absl::StatusOr<IndexRowUse> use = FindUse(id);
+  if (!use.ok()) return false;
+  const uint64_t end_bytes =
+      uint64_t{use->place.page} * kDiskPageBytes + DiskPagesBytes(use->payload_bytes);
+  MutexLock lock(&mu_);
+  const auto group = groups_.find(use->place.group);
+  return group != groups_.end() && end_bytes <= group->second.file_bytes;
+}
+
+absl::Status RocksdbTier::VerifyPayload(const TierRecord& record, const Format& format) const {
+  const ObjectHeader& header = record.header;
+  const PageLayout layout = PageLayout::Of(format);
+  if (header.payload_bytes != layout.block_bytes(header.id.codec)) {
+    return absl::DataLossError("another size than its format's");
+  }
+  const AlignedBuffer buffer = AllocateAligned(header.payload_bytes);
+  const absl::Span<uint8_t> payload(buffer.get(), header.payload_bytes);
+  OKV_RETURN_IF_ERROR(ReadAt(record.place, payload));
+  return VerifyObject(header, layout, payload);
+}
+
+absl::StatusOr<uint64_t> RocksdbTier::AdoptGroup(uint32_t group, uint64_t file_bytes, bool verify) {
+  OKV_ASSIGN_OR_RETURN(const std::string bytes, files_->ReadTable(group));
+  OKV_ASSIGN_OR_RETURN(const GroupTable table, ParseGroupTable(group, bytes));
+  std::map<FormatId, Format> formats;
+  rocksdb::WriteBatch batch;
+  for (const auto& [id, canonical] : table.formats) {
+    const absl::StatusOr<Format> format = Format::Parse(canonical);
+    if (!format.ok()) continue;
+    formats.emplace(id, *format);
+    formats_[id] = canonical;
+    batch.Put(families_[kFormats], AsSlice(id.view()), canonical);
+  }
+  std::vector<IndexRowUse> added;
+  std::vector<IndexRowUse> replaced;
+  for (const TierRecord& record : table.objects) {
+    const ObjectId& id = record.header.id;
+    const auto format = formats.find(record.header.format_id);
+    if (format == formats.end() || HasPlace(id)) continue;
+    if (verify && !VerifyPayload(record, format->second).ok()) continue;
+    const std::string row = EncodeIndexRow(record.header, record.tenant, record.place);
+    if (const auto old = FindUse(id); old.ok()) replaced.push_back(*old);
+    OKV_ASSIGN_OR_RETURN(const IndexRowUse use, ParseIndexRowUse(row));
+    added.push_back(use);
+    batch.Put(families_[kIndex], IndexRowKey(id), row);
+  }
+  if (added.empty()) return 0;
+  OKV_RETURN_IF_ERROR(Written("writing rows", db_->Write(rocksdb::WriteOptions(), &batch)));
+  MutexLock lock(&mu_);
+  groups_[group].file_bytes = file_bytes;
+  files_bytes_ += file_bytes;
+  for (const IndexRowUse& use : added) CountAdded(use);
+  for (const IndexRowUse& use : replaced) CountRemoved(use);
+  return added.size();
+}
+
+absl::Status RocksdbTier::AdoptGroups(const GroupSizes& groups, bool rebuilding) {
+  IndexRecovery found;
+  std::vector<uint32_t> useless;
+  // Of the groups that an object is in, the youngest has it as it was written last.
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    // All of an index is too much to verify before serving: there each is verified when it is read.
+    const absl::StatusOr<uint64_t> adopted =
+        AdoptGroup(group->first, group->second, /*verify=*/!rebuilding);
+    if (adopted.ok() && *adopted > 0) {
+      found.objects += *adopted;
+      ++found.groups;
+      continue;
+    }
+    const absl::Status& status = adopted.status();
+    if (!status.ok() && !absl::IsNotFound(status) && !absl::IsDataLoss(status)) return status;
+    useless.push_back(group->first);
+    if (status.ok() || !rebuilding) continue;  // Else what a crash cut short.
+    ++found.groups_lost;
+    found.group_bytes_lost += group->second;
+    Log(absl::StrCat("what was in ", GroupFiles::FileName(group->first), ", ", group->second,
+                     " bytes, is lost: ", status.message()));
+  }
+  OKV_RETURN_IF_ERROR(SyncLocked());
+  for (const uint32_t group : useless) OKV_RETURN_IF_ERROR(files_->Delete(group));
+  if (rebuilding || found.objects > 0) {
+    Log(absl::StrCat("took back ", found.objects, " objects of ", found.groups,
+                     " groups that the disk's index did not have; ", found.groups_lost,
+                     " groups could not be read"));
+  }
+  MutexLock lock(&mu_);
+  recovery_.objects += found.objects;
+  recovery_.groups += found.groups;
+  recovery_.groups_lost += found.groups_lost;
+  recovery_.group_bytes_lost += found.group_bytes_lost;
   return absl::OkStatus();
 }
 
 uint64_t RocksdbTier::IndexBytes() const {
   uint64_t bytes = 0;
-  std::error_code error;
-  const std::string path = absl::StrCat(options_.data_dir, "/rocksdb");
-  std::filesystem::directory_iterator entry(path, error);
-  while (!error && entry != std::filesystem::directory_iterator()) {
-    std::error_code gone;  // Compactions delete files meanwhile.
-    const uintmax_t file_bytes = entry->file_size(gone);
-    if (!gone) bytes += DiskPagesBytes(file_bytes);
-    entry.increment(error);
+  for (const std::string& path : {IndexPath(), absl::StrCat(IndexPath(), ".damaged")}) {
+    std::error_code error;
+    std::filesystem::directory_iterator entry(path, error);
+    while (!error && entry != std::filesystem::directory_iterator()) {
+      std::error_code gone;  // Compactions delete files meanwhile.
+      const uintmax_t file_bytes = entry->file_size(gone);
+      if (!gone) bytes += DiskPagesBytes(file_bytes);
+      entry.increment(error);
+    }
   }
   return bytes;
 }
 
-uint64_t RocksdbTier::CostBytes(const HeldObject& object) const {
-  return DiskPagesBytes(object.header.payload_bytes) + IndexRowBytes(object) + kKeyBytes;
-}
+uint64_t RocksdbTier::CostBytes(const HeldObject& object) const { return DiskCostBytes(object); }
 
-void RocksdbTier::CountAdded(const RowUse& use) {
+void RocksdbTier::CountAdded(const IndexRowUse& use) {
   Group& group = groups_[use.place.group];
   group.live_bytes += DiskPagesBytes(use.payload_bytes);
+  group.live_table_bytes += use.table_bytes;
   ++group.live_objects;
   used_bytes_ += use.cost_bytes;
   ++objects_count_;
 }
 
-void RocksdbTier::CountRemoved(const RowUse& use) {
+void RocksdbTier::CountRemoved(const IndexRowUse& use) {
   const auto found = groups_.find(use.place.group);
   if (found == groups_.end()) return;  // A row whose file was missing at the start.
   found->second.live_bytes -= DiskPagesBytes(use.payload_bytes);
+  found->second.live_table_bytes -= use.table_bytes;
   if (--found->second.live_objects == 0) emptied_.push_back(use.place.group);
   used_bytes_ -= use.cost_bytes;
   --objects_count_;
@@ -378,27 +490,21 @@ absl::Status RocksdbTier::ResumeWrites() {
   // Not every error lets it resume (a disk that was read-only does not): it starts anew from its
   // files, without what it held in memory, and that is still above.
   CloseDatabase();
-  const absl::Status opened = OpenDatabase();
+  const absl::Status opened = OpenIndex(/*starting=*/false);
   if (!opened.ok()) {
     CloseDatabase();
     return absl::UnavailableError(absl::StrCat("after a failed write: ", opened.message()));
-  }
-  OKV_RETURN_IF_ERROR(CountObjects());
-  for (const auto& [id, canonical] : saved_formats_) {
-    OKV_RETURN_IF_ERROR(FromRocksdb(
-        "writing a format",
-        db_->Put(rocksdb::WriteOptions(), families_[kFormats], AsSlice(id.view()), canonical)));
   }
   write_failed_ = false;
   return absl::OkStatus();
 }
 
-absl::StatusOr<RocksdbTier::RowUse> RocksdbTier::FindUse(const ObjectId& id) {
+absl::StatusOr<IndexRowUse> RocksdbTier::FindUse(const ObjectId& id) {
   std::string row;
   OKV_RETURN_IF_ERROR(
       FromRocksdb("looking for an object",
-                  db_->Get(rocksdb::ReadOptions(), families_[kIndex], RowKey(id), &row)));
-  return ParseUse(row);
+                  db_->Get(rocksdb::ReadOptions(), families_[kIndex], IndexRowKey(id), &row)));
+  return ParseIndexRowUse(row);
 }
 
 absl::Status RocksdbTier::Put(absl::Span<const TierWrite> group) {
@@ -406,7 +512,7 @@ absl::Status RocksdbTier::Put(absl::Span<const TierWrite> group) {
   OKV_RETURN_IF_ERROR(ResumeWrites());
   for (const TierWrite& write : group) {
     const ObjectId& id = write.object->header.id;
-    const absl::StatusOr<RowUse> found = FindUse(id);
+    const absl::StatusOr<IndexRowUse> found = FindUse(id);
     if (found.ok()) return absl::AlreadyExistsError(absl::StrCat(id.key.Short(), " is on disk"));
     if (!absl::IsNotFound(found.status())) return found.status();
   }
@@ -425,24 +531,29 @@ absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::Store(absl::Span<const TierW
 
 absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(
     absl::Span<const TierWrite> group, const std::function<bool(size_t)>& keep) {
-  uint64_t bytes = 0;
+  uint64_t rows_bytes = 0;
   uint64_t file_bytes = 0;
   std::vector<absl::Span<const uint8_t>> payloads;
-  std::vector<RowUse> moved;
+  std::map<FormatId, std::string> formats;
+  std::vector<IndexRowUse> moved;
   for (const TierWrite& write : group) {
     OKV_CHECK(write.payload.size() == write.object->header.payload_bytes);
     payloads.push_back(write.payload);
-    bytes += CostBytes(*write.object);
+    rows_bytes += IndexRowBytes(*write.object);
     file_bytes += DiskPagesBytes(write.payload.size());
-    const absl::StatusOr<RowUse> old = FindUse(write.object->header.id);
-    moved.push_back(old.ok() ? *old : RowUse{});
+    const auto format = formats_.find(write.object->header.format_id);
+    if (format != formats_.end()) formats.insert(*format);
+    const absl::StatusOr<IndexRowUse> old = FindUse(write.object->header.id);
+    moved.push_back(old.ok() ? *old : IndexRowUse{});
     // A damaged row is replaced too; other errors are the disk's.
     if (absl::IsUnavailable(old.status())) return old.status();
   }
-  OKV_RETURN_IF_ERROR(CheckRoom(bytes));
+  const std::string table = EncodeGroupTable(formats, group);
+  file_bytes += GroupFiles::TableBytes(table.size());
+  OKV_RETURN_IF_ERROR(CheckRoom(rows_bytes + file_bytes));
   const uint32_t number = next_group_++;
   absl::StatusOr<std::vector<uint32_t>> pages = absl::UnknownError("");
-  std::thread writer([&] { pages = files_->Write(number, payloads); });
+  std::thread writer([&] { pages = files_->Write(number, payloads, table); });
   std::vector<bool> kept;
   for (size_t i = 0; i < group.size(); ++i) kept.push_back(keep(i));
   writer.join();
@@ -452,18 +563,19 @@ absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(
   for (size_t i = 0; i < group.size(); ++i) {
     if (!kept[i]) continue;
     places[i] = {.group = number, .page = (*pages)[i]};
-    batch.Put(families_[kIndex], RowKey(group[i].object->header.id),
-              IndexRow(*group[i].object, places[i]));
+    batch.Put(families_[kIndex], IndexRowKey(group[i].object->header.id),
+              EncodeIndexRow(group[i].object->header, group[i].object->tenant, places[i]));
   }
   OKV_RETURN_IF_ERROR(Written("writing objects", db_->Write(rocksdb::WriteOptions(), &batch)));
   MutexLock lock(&mu_);
   groups_[number].file_bytes = file_bytes;
   files_bytes_ += file_bytes;
-  rows_bytes_ += bytes - file_bytes;
+  rows_bytes_ += rows_bytes;
   for (size_t i = 0; i < group.size(); ++i) {
     if (!kept[i]) continue;
     CountAdded({.place = places[i],
                 .payload_bytes = payloads[i].size(),
+                .table_bytes = GroupTableRowBytes(*group[i].object),
                 .cost_bytes = CostBytes(*group[i].object)});
     if (moved[i].place.known()) CountRemoved(moved[i]);
   }
@@ -508,7 +620,7 @@ absl::Status RocksdbTier::FlushLocked() {
 }
 
 absl::Status RocksdbTier::Read(const ObjectId& id, absl::Span<uint8_t> buffer) {
-  RowUse use;
+  IndexRowUse use;
   {
     MutexLock lock(&write_mu_);
     if (db_ == nullptr) return absl::UnavailableError("the index is not open");
@@ -528,17 +640,17 @@ absl::Status RocksdbTier::RemoveAll(absl::Span<const ObjectId> ids) {
   MutexLock lock(&write_mu_);
   OKV_RETURN_IF_ERROR(ResumeWrites());
   rocksdb::WriteBatch batch;
-  std::vector<RowUse> removed;
+  std::vector<IndexRowUse> removed;
   for (const ObjectId& id : ids) {
-    const absl::StatusOr<RowUse> use = FindUse(id);
+    const absl::StatusOr<IndexRowUse> use = FindUse(id);
     if (absl::IsNotFound(use.status())) continue;
     if (!use.ok() && !absl::IsDataLoss(use.status())) return use.status();
-    batch.Delete(families_[kIndex], RowKey(id));
+    batch.Delete(families_[kIndex], IndexRowKey(id));
     if (use.ok()) removed.push_back(*use);  // A damaged row was never counted.
   }
   OKV_RETURN_IF_ERROR(Written("removing objects", db_->Write(rocksdb::WriteOptions(), &batch)));
   MutexLock counts_lock(&mu_);
-  for (const RowUse& use : removed) CountRemoved(use);
+  for (const IndexRowUse& use : removed) CountRemoved(use);
   return absl::OkStatus();
 }
 
@@ -554,7 +666,7 @@ absl::Status RocksdbTier::List(const Listing& listing) {
   options.readahead_size = size_t{4} << 20;
   options.fill_cache = false;
   rocksdb::WriteBatch damaged;
-  std::vector<RowUse> uses;
+  std::vector<IndexRowUse> uses;
   const std::unique_ptr<rocksdb::Iterator> rows(db_->NewIterator(options, families_[kIndex]));
   for (rows->SeekToFirst(); rows->Valid(); rows->Next()) {
     absl::StatusOr<TierRecord> record = ParseIndexRow(AsView(rows->key()), AsView(rows->value()));
@@ -575,14 +687,14 @@ absl::Status RocksdbTier::List(const Listing& listing) {
     if (listing.corrupt) listing.corrupt(record.status());
     if (!absl::IsDataLoss(record.status()) || !listing.corrupt) continue;
     damaged.Delete(families_[kIndex], rows->key());
-    if (const auto use = ParseUse(AsView(rows->value())); use.ok()) uses.push_back(*use);
+    if (const auto use = ParseIndexRowUse(AsView(rows->value())); use.ok()) uses.push_back(*use);
   }
   OKV_RETURN_IF_ERROR(FromRocksdb("listing objects", rows->status()));
   if (damaged.Count() == 0) return absl::OkStatus();
   OKV_RETURN_IF_ERROR(
       FromRocksdb("removing damaged rows", db_->Write(rocksdb::WriteOptions(), &damaged)));
   MutexLock counts_lock(&mu_);
-  for (const RowUse& use : uses) CountRemoved(use);
+  for (const IndexRowUse& use : uses) CountRemoved(use);
   return absl::OkStatus();
 }
 
@@ -597,12 +709,19 @@ TierStats RocksdbTier::stats() const {
           .floor_bytes = options_.free_floor_bytes};
 }
 
+IndexRecovery RocksdbTier::recovery() const {
+  MutexLock lock(&mu_);
+  return recovery_;
+}
+
 std::vector<GroupUse> RocksdbTier::Groups() const {
   std::vector<GroupUse> uses;
   MutexLock lock(&mu_);
   for (const auto& [number, group] : groups_) {
-    uses.push_back(
-        {.group = number, .file_bytes = group.file_bytes, .live_bytes = group.live_bytes});
+    uses.push_back({.group = number,
+                    .file_bytes = group.file_bytes,
+                    .live_bytes = group.live_bytes,
+                    .table_bytes = DiskPagesBytes(group.live_table_bytes + kTableBytesFixed)});
   }
   return uses;
 }
@@ -611,9 +730,9 @@ absl::Status RocksdbTier::SaveFormat(const Format& format) {
   const FormatId id = format.id();
   MutexLock lock(&write_mu_);
   OKV_RETURN_IF_ERROR(ResumeWrites());
-  saved_formats_[id] = format.Canonical();
+  formats_[id] = format.Canonical();
   return FromRocksdb("writing a format", db_->Put(rocksdb::WriteOptions(), families_[kFormats],
-                                                  AsSlice(id.view()), saved_formats_[id]));
+                                                  AsSlice(id.view()), formats_[id]));
 }
 
 absl::StatusOr<std::vector<Format>> RocksdbTier::LoadFormats() {
@@ -632,6 +751,18 @@ absl::StatusOr<std::vector<Format>> RocksdbTier::LoadFormats() {
   }
   OKV_RETURN_IF_ERROR(FromRocksdb("listing formats", rows->status()));
   return formats;
+}
+
+absl::StatusOr<Format> RocksdbTier::RecoverFormat(const FormatId& id, uint32_t group) {
+  const absl::StatusOr<std::string> bytes = files_->ReadTable(group);
+  const absl::StatusOr<GroupTable> table =
+      bytes.ok() ? ParseGroupTable(group, *bytes) : bytes.status();
+  if (table.ok() && table->formats.contains(id)) {
+    OKV_ASSIGN_OR_RETURN(Format format, Format::Parse(table->formats.at(id)));
+    OKV_RETURN_IF_ERROR(SaveFormat(format));
+    return format;
+  }
+  return absl::NotFoundError(absl::StrCat("no table has format ", id.Short()));
 }
 
 }  // namespace okv

@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "cache_node/tiers/group_files.h"
+#include "cache_node/tiers/index_row.h"
 #include "cache_node/tiers/tier.h"
 #include "proto/format.h"
 #include "proto/mutex.h"
@@ -30,6 +31,7 @@ struct RocksdbTierOptions {
   std::string node_id;      // The id the directory must have, or gets when it is new. Empty: the
                             // directory's, or a random one.
   uint64_t free_floor_bytes = 0;  // Left to others on the file system: nothing is written below it.
+  std::function<void(const std::string& line)> log = {};  // Of what was lost and found.
 
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
@@ -39,23 +41,42 @@ struct RocksdbTierOptions {
 struct GroupUse {
   uint32_t group = 0;
   uint64_t file_bytes = 0;
-  uint64_t live_bytes = 0;  // In whole pages.
+  uint64_t live_bytes = 0;   // In whole pages.
+  uint64_t table_bytes = 0;  // What a table of the objects alive takes.
+};
+
+// What became of an index that was damaged, since the tier was opened.
+struct IndexRecovery {
+  uint64_t rebuilds = 0;     // An index that could not be read was left for a new one.
+  uint64_t objects = 0;      // Taken back from the tables of their groups,
+  uint64_t groups = 0;       // of so many.
+  uint64_t groups_lost = 0;  // Without a table that can be read: nobody knows what was in them.
+  uint64_t group_bytes_lost = 0;
 };
 
 // Payloads in group files (group_files.h), what is known of them in RocksDB. Column families:
 //   index    (key, codec) -> tenant, encoded ObjectHeader, place   a restart reads only this
 //   formats  format id -> Format::Canonical()
-//   default  "node_id" -> the node's id
+//   default  "node_id" -> the node's id, "rebuilding" while an index is built anew
 // A group's file is durable before its rows are written, and its rows are one batch in the
 // write-ahead log, after the format they need: one sync makes them durable. (Without the
 // log each group would flush the memtables: several syncs, and a small file for each.) A file goes
-// when the removal of its last row is durable, so that no row ever names bytes that are not there;
-// a file without rows, which a crash leaves, goes at the next start. Thread-safe: writes one at a
-// time, reads beside them.
+// when the removal of its last row is durable, so that no row ever names bytes that are not there.
+//
+// The index can be lost: a group's file says itself what is in it (group_table.h), and the
+// directory which node it belongs to (node_id_file.h). An index that RocksDB finds damaged, or that
+// is not there, is put aside as "rocksdb.damaged", and a new one gets a row for every object of
+// every group, the youngest group first: also for what was evicted while its group stayed, which is
+// as right as ever. A payload is verified when it is read, as always. Where only the end of the
+// write-ahead log is gone, whole groups are without rows: the objects of these that still verify
+// get theirs. That is also what a crash between a file and its rows leaves, and a file without
+// anything to take back goes.
+//
+// Thread-safe: writes one at a time, reads beside them.
 class RocksdbTier final : public Tier {
  public:
   // kFailedPrecondition naming the directory when it cannot be created or written, is open in
-  // another node, or belongs to another node id; kDataLoss when RocksDB finds it damaged.
+  // another node, or belongs to another node id; or when a later version wrote to it.
   static absl::StatusOr<std::unique_ptr<RocksdbTier>> Open(const RocksdbTierOptions& options);
   ~RocksdbTier() override;
 
@@ -94,6 +115,7 @@ class RocksdbTier final : public Tier {
   uint64_t FreeBytes() const { return files_->FreeBytes(); }
   std::vector<GroupUse> Groups() const ABSL_LOCKS_EXCLUDED(mu_);
   bool direct_io() const { return files_->direct(); }
+  IndexRecovery recovery() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Made with the directory, kept for its life.
   const std::string& node_id() const { return node_id_; }
@@ -102,6 +124,10 @@ class RocksdbTier final : public Tier {
   absl::Status SaveFormat(const Format& format) ABSL_LOCKS_EXCLUDED(write_mu_);
   // kDataLoss when one cannot be read.
   absl::StatusOr<std::vector<Format>> LoadFormats() ABSL_LOCKS_EXCLUDED(write_mu_);
+  // A format that LoadFormats did not give, from the table of a group that has objects of it; it is
+  // remembered from now on. kNotFound when the group does not tell.
+  absl::StatusOr<Format> RecoverFormat(const FormatId& id, uint32_t group)
+      ABSL_LOCKS_EXCLUDED(write_mu_);
 
  private:
   // A file that is locked for as long as this is there.
@@ -109,22 +135,42 @@ class RocksdbTier final : public Tier {
   struct Group {
     uint64_t file_bytes = 0;
     uint64_t live_bytes = 0;
+    uint64_t live_table_bytes = 0;
     uint64_t live_objects = 0;
   };
-  // What a row counts as.
-  struct RowUse {
-    DiskPlace place;
-    uint64_t payload_bytes = 0;
-    uint64_t cost_bytes = 0;
-  };
-  static absl::StatusOr<RowUse> ParseUse(absl::string_view row);
+  using GroupSizes = std::map<uint32_t, uint64_t>;  // Of the files.
 
   RocksdbTier(const RocksdbTierOptions& options, std::unique_ptr<DirectoryLock> lock);
-  absl::Status OpenDatabase() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  void Log(const std::string& line) const;
+  std::string IndexPath() const;
+  // Opens the index and reads all of it, or builds it anew when it is damaged. `starting`: nobody
+  // knows more of the groups than they and the index say.
+  absl::Status OpenIndex(bool starting) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // kDataLoss: the index is damaged, or gone.
+  absl::Status ReadIndex(bool starting) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Puts the damaged index aside and begins an empty one.
+  absl::Status ReplaceIndex() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // kDataLoss also when there are groups and no index, unless a new one may begin.
+  absl::Status OpenDatabase(bool may_begin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   void CloseDatabase() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   absl::Status AdoptNodeId() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  // Counts rows and files; deletes the files that no row names.
-  absl::Status CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status ReadFormats() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  // Counts rows and files; returns the groups without rows.
+  absl::StatusOr<GroupSizes> CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Takes back what is in groups without rows, then deletes those that gave nothing.
+  absl::Status AdoptGroups(const GroupSizes& groups, bool rebuilding)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // Returns how many objects got a row. kNotFound or kDataLoss: the group has no table to read.
+  absl::StatusOr<uint64_t> AdoptGroup(uint32_t group, uint64_t file_bytes, bool verify)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // The object's row names bytes that are there.
+  bool HasPlace(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // kDataLoss when the payload is not what the table says.
+  absl::Status VerifyPayload(const TierRecord& record, const Format& format) const;
   // After a failed write: RocksDB takes writes again, or is opened again.
   absl::Status ResumeWrites() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<std::vector<DiskPlace>> WriteGroup(absl::Span<const TierWrite> group,
@@ -139,9 +185,9 @@ class RocksdbTier final : public Tier {
   // And deletes the groups that are empty.
   absl::Status FlushLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // What the row of `id` counts as; kNotFound.
-  absl::StatusOr<RowUse> FindUse(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  void CountAdded(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void CountRemoved(const RowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_, mu_);
+  absl::StatusOr<IndexRowUse> FindUse(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  void CountAdded(const IndexRowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountRemoved(const IndexRowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_, mu_);
   uint64_t OccupiedLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   uint64_t IndexBytes() const;
 
@@ -158,8 +204,9 @@ class RocksdbTier final : public Tier {
   // Of db_, which gives them back.
   std::vector<rocksdb::ColumnFamilyHandle*> families_ ABSL_GUARDED_BY(write_mu_);
   bool write_failed_ ABSL_GUARDED_BY(write_mu_) = false;  // RocksDB may refuse writes.
-  // Saved since the start: a database that is opened again may have lost those not flushed.
-  std::map<FormatId, std::string> saved_formats_ ABSL_GUARDED_BY(write_mu_);
+  // All that are stored: a group's table has those it needs, and a database that is opened again
+  // may have lost those not flushed.
+  std::map<FormatId, std::string> formats_ ABSL_GUARDED_BY(write_mu_);
   uint32_t next_group_ ABSL_GUARDED_BY(write_mu_) = 1;
   // Without objects once the next flush returned.
   std::vector<uint32_t> emptied_ ABSL_GUARDED_BY(write_mu_);
@@ -171,6 +218,7 @@ class RocksdbTier final : public Tier {
   uint64_t rows_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // Written since those were counted.
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t objects_count_ ABSL_GUARDED_BY(mu_) = 0;
+  IndexRecovery recovery_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace okv

@@ -86,8 +86,10 @@ struct TestStorage {
          .log = [this](const std::string& line) { log(line); }});
     if (!opened.ok()) return opened.status();
     storage = *std::move(opened);
-    metrics.SetSources(
-        {.table = storage->table(), .tiers = storage->tiers(), .sessions_count = {}});
+    metrics.SetSources({.table = storage->table(),
+                        .tiers = storage->tiers(),
+                        .sessions_count = {},
+                        .index_recovery = [this] { return storage->disk()->recovery(); }});
     return absl::OkStatus();
   }
   // As a node that stops.

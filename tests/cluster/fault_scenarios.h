@@ -13,7 +13,6 @@ namespace okv::faults {
 struct Scenario {
   const char* name;
   std::string (*run)(Round* round);
-  bool by_name_only = false;  // No seed picks it.
 };
 
 // Nodes and workers: killed, stopped, slow (fault_scenarios.cc).

@@ -47,11 +47,7 @@ std::vector<Scenario> AllScenarios() {
 
 const Scenario* Choose(const std::vector<Scenario>& all, uint64_t seed) {
   const std::string name = absl::GetFlag(FLAGS_scenario);
-  std::vector<const Scenario*> picked;
-  for (const Scenario& scenario : all) {
-    if (!scenario.by_name_only) picked.push_back(&scenario);
-  }
-  if (name.empty()) return picked[seed % picked.size()];
+  if (name.empty()) return &all[seed % all.size()];
   for (const Scenario& scenario : all) {
     if (name == scenario.name) return &scenario;
   }
