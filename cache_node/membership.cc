@@ -18,6 +18,7 @@ using std::chrono::steady_clock;
 
 // How long a node that stops may still wait for a connection.
 constexpr absl::Duration kAwaitStep = absl::Milliseconds(20);
+constexpr uint64_t kDrainMsMax = 1'000'000'000'000;  // 31 years: any longer is as good.
 
 v1::CodecId CodecMessage(Codec codec) {
   return codec == Codec::kInt2 ? v1::CODEC_INT2 : v1::CODEC_BF16;
@@ -44,6 +45,16 @@ void FillTiers(const std::vector<std::pair<std::string, TierStats>>& tiers, Requ
     usage->set_used_bytes(stats.used_bytes);
     usage->set_objects_count(stats.objects_count);
   }
+}
+
+void Fill(const DrainReport& report, v1::DrainReport* message) {
+  message->set_drain_id(report.id);
+  message->set_state(static_cast<v1::DrainState>(report.state));
+  message->set_objects_moved(report.objects_moved);
+  message->set_bytes_moved(report.bytes_moved);
+  message->set_objects_left(report.objects_left);
+  message->set_bytes_left(report.bytes_left);
+  message->set_message(report.message);
 }
 
 // Trying again cannot help.
@@ -106,6 +117,11 @@ void Membership::Stop() {
 std::string Membership::ticket_key() const {
   MutexLock lock(&mu_);
   return ticket_key_;
+}
+
+uint64_t Membership::epoch() const {
+  MutexLock lock(&mu_);
+  return shown_epoch_;
 }
 
 void Membership::Committed(ObjectRef object) {
@@ -213,6 +229,7 @@ absl::Status Membership::Register() {
   {
     MutexLock lock(&mu_);
     ticket_key_ = response.ticket_key();
+    shown_epoch_ = epoch_;
     inventory_needed_ = true;
   }
   OKV_RETURN_IF_ERROR(SendInventory());
@@ -302,11 +319,25 @@ absl::Status Membership::Heartbeat() {
   request.set_node_id(options_.node_id);
   request.set_epoch(epoch_);
   FillTiers(parts_.tiers(), &request);
+  if (const auto report = parts_.drain_report ? parts_.drain_report() : std::nullopt) {
+    Fill(*report, request.mutable_drain());
+  }
   v1::HeartbeatResponse response;
   OKV_RETURN_IF_ERROR(Call(&v1::ControlPlane::Stub::Heartbeat, request, &response));
   if (response.register_again()) {
     return absl::AbortedError("it does not know this registration");
   }
+  if (!parts_.on_drain) return absl::OkStatus();
+  std::optional<DrainOrder> order;
+  if (response.has_drain()) {
+    const auto nanos = [](uint64_t ms) {
+      return static_cast<int64_t>(std::min<uint64_t>(ms, kDrainMsMax)) * 1'000'000;
+    };
+    order = {.id = response.drain().drain_id(),
+             .limit_nanos = nanos(response.drain().limit_ms()),
+             .settle_nanos = nanos(response.drain().settle_ms())};
+  }
+  parts_.on_drain(order);
   return absl::OkStatus();
 }
 

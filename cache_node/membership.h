@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -39,6 +40,23 @@ struct MembershipOptions {
   absl::Status Validate() const;
 };
 
+// What an operator asked of this node, and what came of it (control.proto).
+struct DrainOrder {
+  uint64_t id = 0;
+  int64_t limit_nanos = 0;
+  int64_t settle_nanos = 0;
+};
+struct DrainReport {
+  enum class State { kNone, kRunning, kDone, kGivenUp };
+  uint64_t id = 0;
+  State state = State::kNone;
+  uint64_t objects_moved = 0;
+  uint64_t bytes_moved = 0;
+  uint64_t objects_left = 0;
+  uint64_t bytes_left = 0;
+  std::string message;
+};
+
 // The node's side of its relation to the control plane: registers, sends heartbeats, reports what
 // was committed and removed, and says everything again when the control plane forgot. All of it on
 // a thread of its own: without a control plane reads go on, and reports wait. Thread-safe.
@@ -48,6 +66,9 @@ class Membership {
     std::function<std::vector<std::pair<std::string, TierStats>>()> tiers;
     std::function<std::vector<ObjectRef>()> objects;  // Everything held.
     std::function<void(const std::string& line)> log;
+    // With every heartbeat that the control plane answers. Empty: this node is never drained.
+    std::function<void(const std::optional<DrainOrder>& order)> on_drain = {};
+    std::function<std::optional<DrainReport>()> drain_report = {};
   };
   // REQUIRES: options.Validate() is OK.
   Membership(const MembershipOptions& options, Parts parts);
@@ -65,6 +86,8 @@ class Membership {
 
   // Checks tickets and reservations; empty until the first registration.
   std::string ticket_key() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Of the last registration; 0 before it.
+  uint64_t epoch() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Queues a report; it is kept until the control plane acknowledged it. Never blocks.
   void Committed(ObjectRef object) ABSL_LOCKS_EXCLUDED(mu_);
@@ -115,6 +138,7 @@ class Membership {
   mutable Mutex mu_;
   CondVar changed_;
   std::string ticket_key_ ABSL_GUARDED_BY(mu_);
+  uint64_t shown_epoch_ ABSL_GUARDED_BY(mu_) = 0;    // epoch_, for others.
   std::deque<Report> reports_ ABSL_GUARDED_BY(mu_);  // In the order of the events.
   bool inventory_needed_ ABSL_GUARDED_BY(mu_) = false;
   bool joined_ ABSL_GUARDED_BY(mu_) = false;  // Registered once, inventory sent.

@@ -128,6 +128,11 @@ absl::Status Node::StartParts() {
                 const Membership* membership = live_membership_.load();
                 return membership != nullptr ? membership->ticket_key() : std::string();
               },
+          .draining =
+              [this] {
+                const Drainer* drainer = live_drainer_.load();
+                return drainer != nullptr && drainer->draining();
+              },
           .on_committed = [this](ObjectRef object) { membership_->Committed(std::move(object)); },
           .on_removed = on_removed,
           .log = log_});
@@ -135,9 +140,17 @@ absl::Status Node::StartParts() {
   metrics_.SetSources({.table = storage_->table(),
                        .tiers = storage_->tiers(),
                        .sessions_count = [this] { return data_plane_->sessions_count(); },
-                       .index_recovery = [this] { return storage_->disk()->recovery(); }});
+                       .index_recovery = [this] { return storage_->disk()->recovery(); },
+                       .drain_report = [this]() -> std::optional<DrainReport> {
+                         const Drainer* drainer = live_drainer_.load();
+                         return drainer != nullptr ? drainer->report() : std::nullopt;
+                       }});
   OKV_ASSIGN_OR_RETURN(metrics_server_, MetricsServer::Start(options_.metrics_address,
                                                              [this] { return metrics_.Text(); }));
+  return Join();
+}
+
+absl::Status Node::Join() {
   membership_ = std::make_unique<Membership>(
       MakeMembershipOptions(),
       Membership::Parts{.tiers =
@@ -149,12 +162,34 @@ absl::Status Node::StartParts() {
                               return tiers;
                             },
                         .objects = [this] { return storage_->table()->Objects(); },
-                        .log = log_});
+                        .log = log_,
+                        .on_drain =
+                            [this](const std::optional<DrainOrder>& order) {
+                              if (Drainer* drainer = live_drainer_.load()) drainer->SetOrder(order);
+                            },
+                        .drain_report = [this] { return drainer_->report(); }});
   live_membership_ = membership_.get();
+  DrainerOptions drain;
+  drain.control_address = options_.control_address;
+  drain.node_id = storage_->node_id();
+  drainer_ = std::make_unique<Drainer>(
+      drain,
+      Drainer::Parts{.transport = transport_.get(),
+                     .table = storage_->table(),
+                     .spiller = storage_->spiller(),
+                     .formats = storage_->formats(),
+                     .clock = clock_,
+                     .epoch = [this] { return membership_->epoch(); },
+                     .on_damaged = [this](const std::string& tenant,
+                                          const ObjectId& id) { data_plane_->Recheck(tenant, id); },
+                     .log = log_});
+  live_drainer_ = drainer_.get();
   return membership_->Start(options_.control_timeout);
 }
 
 Node::~Node() {
+  // Its transfers go over the transport, and its reads through the spiller.
+  if (drainer_ != nullptr) drainer_->Stop();
   if (data_plane_ != nullptr) data_plane_->StopThreads();
   if (storage_ != nullptr) storage_->StopSpilling();
   transport_.reset();
@@ -165,6 +200,7 @@ Node::~Node() {
   }
   metrics_server_.reset();
   metrics_.ClearSources();
+  drainer_.reset();
   data_plane_.reset();
 }
 

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "cache_node/drain.h"
 #include "cache_node/membership.h"
 #include "cache_node/node_metrics.h"
 #include "cache_node/serve.h"
@@ -70,6 +71,7 @@ class Node {
   Node(const NodeOptions& options, std::unique_ptr<Transport> transport, const Clock* clock,
        std::function<void(const std::string& line)> log);
   absl::Status StartParts();
+  absl::Status Join();
   StorageOptions MakeStorageOptions() const;
   MembershipOptions MakeMembershipOptions() const;
 
@@ -81,7 +83,9 @@ class Node {
   std::unique_ptr<Membership> membership_;
   // For the transport's thread, which runs before there is a membership.
   std::atomic<Membership*> live_membership_{nullptr};
+  std::atomic<Drainer*> live_drainer_{nullptr};
   std::unique_ptr<DataPlane> data_plane_;
+  std::unique_ptr<Drainer> drainer_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<MetricsServer> metrics_server_;
   std::string data_address_;

@@ -269,8 +269,24 @@ std::vector<MetricFamily> NodeMetrics::Gauges() const {
   Set(&claims, stats.claims_count, {});
   std::vector<MetricFamily> families = {stored, logical, objects,  used, capacity, occupied,
                                         free,   floor,   sessions, pins, claims};
+  if (sources_.drain_report) AddDrain(sources_.drain_report(), &families);
   if (sources_.index_recovery) AddRecovery(sources_.index_recovery(), &families);
   return families;
+}
+
+void NodeMetrics::AddDrain(const std::optional<DrainReport>& report,
+                           std::vector<MetricFamily>* families) {
+  MetricFamily draining = Gauge("okv_node_draining",
+                                "1 while this node refuses puts and copies "
+                                "what only it holds to others");
+  MetricFamily left =
+      Gauge("okv_node_drain_left_objects", "Objects that no other node is known to hold");
+  MetricFamily moved =
+      Gauge("okv_node_drain_moved_bytes", "Payload bytes that this drain copied to others");
+  Set(&draining, report.has_value() ? 1 : 0, {});
+  Set(&left, report.has_value() ? report->objects_left : 0, {});
+  Set(&moved, report.has_value() ? report->bytes_moved : 0, {});
+  for (MetricFamily* family : {&draining, &left, &moved}) families->push_back(std::move(*family));
 }
 
 void NodeMetrics::AddRecovery(const IndexRecovery& recovery, std::vector<MetricFamily>* families) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "cache_node/block_table.h"
+#include "cache_node/membership.h"
 #include "cache_node/tiers/rocksdb_tier.h"
 #include "cache_node/tiers/tier.h"
 #include "prometheus/counter.h"
@@ -34,6 +36,7 @@ class NodeMetrics {
     std::vector<const Tier*> tiers;
     std::function<uint64_t()> sessions_count = {};
     std::function<IndexRecovery()> index_recovery = {};
+    std::function<std::optional<DrainReport>()> drain_report = {};
   };
   void SetSources(Sources sources) ABSL_LOCKS_EXCLUDED(mu_);
   void ClearSources() ABSL_LOCKS_EXCLUDED(mu_) { SetSources({}); }
@@ -74,6 +77,8 @@ class NodeMetrics {
  private:
   // Read from their owners.
   std::vector<prometheus::MetricFamily> Gauges() const ABSL_LOCKS_EXCLUDED(mu_);
+  static void AddDrain(const std::optional<DrainReport>& report,
+                       std::vector<prometheus::MetricFamily>* families);
   static void AddRecovery(const IndexRecovery& recovery,
                           std::vector<prometheus::MetricFamily>* families);
 

@@ -90,6 +90,7 @@ class DataPlane final : public Transport::AcceptHandler {
     uint64_t arena_bytes;     // A block larger than this can never come in.
     std::string node_id;
     std::function<std::string()> ticket_key;  // Empty: nobody can be let in yet.
+    std::function<bool()> draining;           // Then puts are refused. Any thread.
     std::function<void(ObjectRef object)> on_committed;
     // A reader's complaint was true, and the object is gone. Any thread.
     std::function<void(const ObjectId& id, const absl::Status& why)> on_removed;
@@ -107,6 +108,8 @@ class DataPlane final : public Transport::AcceptHandler {
 
   // Any thread.
   uint64_t sessions_count() const { return sessions_count_.load(); }
+  // Somebody found an object of this node damaged: its copies are verified. Any thread.
+  void Recheck(const std::string& tenant, const ObjectId& id) { rechecker_.Complain(tenant, id); }
 
   void OnAccept(Connection* connection) override;
   void OnMessage(Connection* connection, MessageType type, absl::string_view message) override;

@@ -57,6 +57,9 @@ void DataPlane::OnPutOffer(Session* session, absl::string_view header,
 
 absl::StatusOr<Share> DataPlane::CheckOffer(const Session& session, const v1::PutOffer& offer,
                                             size_t payload_bytes) const {
+  if (parts_.draining && parts_.draining()) {
+    return absl::UnavailableError("this node is being drained: reserve another place");
+  }
   OKV_ASSIGN_OR_RETURN(
       const Reservation reservation,
       OpenReservation(offer.reservation(), parts_.ticket_key(), parts_.clock->WallMicros()));

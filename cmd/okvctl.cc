@@ -1,6 +1,7 @@
 // okvctl: what an operator asks of a control plane.
 //
 //   okvctl --control HOST:PORT [--json] status | rotations | publish FILE | get HASH FILE
+//   okvctl --control HOST:PORT [--json] [--drain_limit 10m] drain NODE | undrain NODE
 //
 // Exit code 0, or 1 with one line on stderr that names what is wrong; 2 for a wrong command line.
 
@@ -17,20 +18,26 @@
 #include "absl/flags/usage.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "client/cluster.h"
 #include "cmd/support/files.h"
 #include "proto/control.grpc.pb.h"
 #include "proto/control_channel.h"
+#include "proto/mutex.h"
 #include "proto/status_macros.h"
 
 ABSL_FLAG(std::string, control, "", "host:port of okv-control");
 ABSL_FLAG(double, timeout_s, 10, "how long to try");
+ABSL_FLAG(absl::Duration, drain_limit, absl::Minutes(10),
+          "how long a node that is drained may copy what only it holds");
 ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
 
 namespace okv {
 namespace {
 
 using Json = nlohmann::ordered_json;
+
+constexpr std::chrono::milliseconds kDrainPoll(100);
 
 ClusterOptions OptionsFromFlags() {
   return {.control_address = absl::GetFlag(FLAGS_control),
@@ -61,22 +68,26 @@ void Print(const std::string& text, const Json& json) {
 
 std::string HexOf(const std::string& raw) { return absl::BytesToHexString(raw); }
 
+absl::StatusOr<v1::GetClusterStatusResponse> AskStatus() {
+  return Ask<v1::GetClusterStatusResponse>([](v1::ControlPlane::Stub& stub,
+                                              grpc::ClientContext* context,
+                                              v1::GetClusterStatusResponse* response) {
+    return stub.GetClusterStatus(context, v1::GetClusterStatusRequest(), response);
+  });
+}
+
 absl::Status Status() {
-  OKV_ASSIGN_OR_RETURN(
-      const v1::GetClusterStatusResponse status,
-      Ask<v1::GetClusterStatusResponse>([](v1::ControlPlane::Stub& stub,
-                                           grpc::ClientContext* context,
-                                           v1::GetClusterStatusResponse* response) {
-        return stub.GetClusterStatus(context, v1::GetClusterStatusRequest(), response);
-      }));
+  OKV_ASSIGN_OR_RETURN(const v1::GetClusterStatusResponse status, AskStatus());
   std::string text;
   Json nodes = Json::array();
   for (const v1::NodeStatus& node : status.nodes()) {
-    absl::StrAppend(&text, node.node_id(), " ", node.alive() ? "alive" : "dead", " data ",
-                    node.data_address(), " metrics ", node.metrics_address(), " objects ",
-                    node.objects_count(), " bytes ", node.objects_bytes(), "\n");
+    absl::StrAppend(&text, node.node_id(), " ", node.alive() ? "alive" : "dead",
+                    node.draining() ? " draining" : "", " data ", node.data_address(), " metrics ",
+                    node.metrics_address(), " objects ", node.objects_count(), " bytes ",
+                    node.objects_bytes(), "\n");
     nodes.push_back({{"node_id", node.node_id()},
                      {"alive", node.alive()},
+                     {"draining", node.draining()},
                      {"data_address", node.data_address()},
                      {"metrics_address", node.metrics_address()},
                      {"objects", node.objects_count()},
@@ -91,6 +102,79 @@ absl::Status Status() {
                {"rotations", status.rotations_count()},
                {"formats", status.formats_count()},
                {"reservations", status.reservations_count()}});
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> AskDrain(const std::string& node_id, bool cancel) {
+  OKV_ASSIGN_OR_RETURN(
+      const v1::DrainNodeResponse response,
+      Ask<v1::DrainNodeResponse>([&](v1::ControlPlane::Stub& stub, grpc::ClientContext* context,
+                                     v1::DrainNodeResponse* response) {
+        v1::DrainNodeRequest request;
+        request.set_node_id(node_id);
+        request.set_cancel(cancel);
+        request.set_limit_ms(
+            static_cast<uint64_t>(absl::ToInt64Milliseconds(absl::GetFlag(FLAGS_drain_limit))));
+        return stub.DrainNode(context, request, response);
+      }));
+  return response.drain_id();
+}
+
+// The node's line of the status.
+absl::StatusOr<v1::NodeStatus> AskNode(const std::string& node_id) {
+  OKV_ASSIGN_OR_RETURN(const v1::GetClusterStatusResponse status, AskStatus());
+  for (const v1::NodeStatus& node : status.nodes()) {
+    if (node.node_id() == node_id) return node;
+  }
+  return absl::NotFoundError(absl::StrCat("no node '", node_id, "' is known"));
+}
+
+// Waits until the node says that others have everything, or that its time is up. A control plane
+// that is away meanwhile is waited for, for --timeout_s.
+absl::Status Drain(const std::string& node_id) {
+  if (absl::GetFlag(FLAGS_drain_limit) < absl::Milliseconds(1)) {
+    return absl::InvalidArgumentError("--drain_limit must be positive");
+  }
+  OKV_ASSIGN_OR_RETURN(const uint64_t drain_id, AskDrain(node_id, /*cancel=*/false));
+  Mutex mu;
+  CondVar elapsed;
+  while (true) {
+    OKV_ASSIGN_OR_RETURN(const v1::NodeStatus node, AskNode(node_id));
+    const v1::DrainReport& report = node.drain();
+    const bool heard = report.drain_id() == drain_id;
+    if (!node.draining()) return absl::AbortedError("the drain was ended");
+    if (!node.alive()) {
+      return absl::UnavailableError(absl::StrCat(
+          "node '", node_id, "' is dead; ", heard ? absl::StrCat(report.objects_left()) : "its",
+          " objects were on it only. It goes on when it is back"));
+    }
+    if (!heard || report.state() == v1::DRAIN_RUNNING) {
+      MutexLock lock(&mu);
+      elapsed.WaitFor(&mu, kDrainPoll);  // Nobody signals it: the wait is the pause.
+      continue;
+    }
+    const bool done = report.state() == v1::DRAIN_DONE;
+    const std::string moved = absl::StrCat(report.objects_moved(), " objects of ",
+                                           report.bytes_moved(), " bytes were copied");
+    Print(done ? absl::StrCat("drained ", node_id, ": ", moved, "; others have everything\n") : "",
+          {{"node_id", node_id},
+           {"done", done},
+           {"objects_moved", report.objects_moved()},
+           {"bytes_moved", report.bytes_moved()},
+           {"objects_left", report.objects_left()},
+           {"bytes_left", report.bytes_left()},
+           {"message", report.message()}});
+    if (done) return absl::OkStatus();
+    return absl::DeadlineExceededError(absl::StrCat(
+        "node '", node_id, "': the time is up. ", moved, "; ", report.objects_left(),
+        " objects of ", report.bytes_left(), " bytes could not be moved: ", report.message(),
+        ". It serves them, and takes no puts until undrained"));
+  }
+}
+
+absl::Status Undrain(const std::string& node_id) {
+  OKV_RETURN_IF_ERROR(AskDrain(node_id, /*cancel=*/true).status());
+  Print(absl::StrCat(node_id, " takes puts again\n"), {{"node_id", node_id}});
   return absl::OkStatus();
 }
 
@@ -149,7 +233,8 @@ absl::Status Get(const std::string& hex, const std::string& path) {
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
-      "okvctl --control HOST:PORT status | rotations | publish FILE | get HASH FILE");
+      "okvctl --control HOST:PORT status | rotations | publish FILE | get HASH FILE | drain NODE | "
+      "undrain NODE");
   const std::vector<char*> pointers = absl::ParseCommandLine(argc, argv);
   const std::vector<std::string> words(pointers.begin() + 1, pointers.end());
   if (absl::GetFlag(FLAGS_control).empty()) {
@@ -165,9 +250,13 @@ int main(int argc, char** argv) {
     status = okv::Publish(words[1]);
   } else if (words.size() == 3 && words[0] == "get") {
     status = okv::Get(words[1], words[2]);
+  } else if (words.size() == 2 && words[0] == "drain") {
+    status = okv::Drain(words[1]);
+  } else if (words.size() == 2 && words[0] == "undrain") {
+    status = okv::Undrain(words[1]);
   } else {
     std::fprintf(stderr, "okvctl: error: a command is needed: %s\n",
-                 "status, rotations, publish FILE, or get HASH FILE");
+                 "status, rotations, publish FILE, get HASH FILE, drain NODE, or undrain NODE");
     return 2;
   }
   if (status.ok()) return 0;

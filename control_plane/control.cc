@@ -129,7 +129,7 @@ absl::Status Control::Load() {
     if (!reader.done()) return absl::DataLossError(absl::StrCat("state: '", name, "' is damaged"));
     nodes_.AddKnown(node, clock_->NowNanos());
   }
-  return absl::OkStatus();
+  return LoadDrains();
 }
 
 ScopeId Control::Scope(const std::string& tenant, const FormatId& format_id) {
@@ -211,24 +211,26 @@ bool Control::Release(const ScopedObject& object, PendingWrite* released) {
 }
 
 absl::StatusOr<PlacementAnswer> Control::ReserveOne(const ScopedObject& object,
-                                                    const std::string& write_group,
-                                                    const ObjectAnnouncement& announcement) {
-  if (!index_.Find(object.scope, object.id).empty()) {
+                                                    const Writer& writer,
+                                                    const ObjectAnnouncement& announcement,
+                                                    absl::Span<const NodeSlot> avoid) {
+  if (IsStored(object, writer)) {
     return Refusal(absl::AlreadyExistsError("the object is stored"));
   }
   const int64_t now = clock_->NowNanos();
   const int64_t lifetime = options_.reservation_timeout_ms * kNanosPerMs;
   if (const PendingWrite* open = reservations_.Find(object, now); open != nullptr) {
-    const bool node_alive = nodes_.at(open->node).alive;
-    if (node_alive && open->write_group != write_group) {
+    const bool node_takes_it = nodes_.at(open->node).takes_puts() &&
+                               std::find(avoid.begin(), avoid.end(), open->node) == avoid.end();
+    if (node_takes_it && open->write_group != writer.group) {
       return Refusal(absl::AbortedError("another writer has reserved the object"));
     }
-    if (node_alive) {
+    if (node_takes_it) {
       if (open->expires_nanos - now < lifetime / 2) reservations_.Extend(object, now + lifetime);
       return Grant(*open);
     }
   }
-  // Expired, or on a node that is gone: nobody can commit it any more.
+  // Expired, or on a node that is gone or takes nothing: nobody can commit it any more.
   PendingWrite lost;
   Release(object, &lost);
   if (nodes_.alive_count() == 0) return Refusal(absl::UnavailableError("no node is alive"));
@@ -237,13 +239,13 @@ absl::StatusOr<PlacementAnswer> Control::ReserveOne(const ScopedObject& object,
   }
   const std::optional<NodeSlot> slot =
       PlaceObject(nodes_, PreferredNodes(object, announcement.parent), object.id.key,
-                  announcement.payload_bytes);
+                  announcement.payload_bytes, avoid);
   if (!slot.has_value()) {
     return Refusal(absl::ResourceExhaustedError(
         absl::StrCat("no node has ", announcement.payload_bytes, " bytes free")));
   }
   OKV_ASSIGN_OR_RETURN(const uint64_t write_id, ids_->Next());
-  const PendingWrite reservation = {.write_group = write_group,
+  const PendingWrite reservation = {.write_group = writer.group,
                                     .write_id = WriteId(write_id),
                                     .node = *slot,
                                     .payload_bytes = announcement.payload_bytes,
@@ -256,8 +258,14 @@ absl::StatusOr<PlacementAnswer> Control::ReserveOne(const ScopedObject& object,
 absl::StatusOr<std::vector<PlacementAnswer>> Control::Reserve(
     const std::string& tenant, const FormatId& format_id, const std::string& write_group,
     absl::Span<const ObjectAnnouncement> objects) {
+  return ReserveFor({.group = write_group}, tenant, format_id, objects);
+}
+
+absl::StatusOr<std::vector<PlacementAnswer>> Control::ReserveFor(
+    const Writer& writer, const std::string& tenant, const FormatId& format_id,
+    absl::Span<const ObjectAnnouncement> objects) {
   OKV_RETURN_IF_ERROR(CheckTenant(tenant));
-  OKV_RETURN_IF_ERROR(CheckText("write_group", write_group, kTicketTextBytesMax));
+  OKV_RETURN_IF_ERROR(CheckText("write_group", writer.group, kTicketTextBytesMax));
   OKV_ASSIGN_OR_RETURN(const Format* format, rotations_->FindFormat(format_id));
   const PageLayout layout = PageLayout::Of(*format);
   for (const ObjectAnnouncement& object : objects) {
@@ -269,10 +277,11 @@ absl::StatusOr<std::vector<PlacementAnswer>> Control::Reserve(
     const size_t end = std::min(objects.size(), answers.size() + kReservationsPerStep);
     FairMutexLock lock(&mu_);
     const ScopeId scope = Scope(tenant, format_id);
+    OKV_ASSIGN_OR_RETURN(const std::vector<NodeSlot> avoid, Avoided(writer));
     while (answers.size() < end) {
       const ObjectAnnouncement& object = objects[answers.size()];
       OKV_ASSIGN_OR_RETURN(PlacementAnswer answer,
-                           ReserveOne({.scope = scope, .id = object.id}, write_group, object));
+                           ReserveOne({.scope = scope, .id = object.id}, writer, object, avoid));
       answers.push_back(std::move(answer));
     }
   }

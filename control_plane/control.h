@@ -106,6 +106,12 @@ struct NodeEpoch {
   uint64_t epoch = 0;
 };
 
+// A node that is being drained and reserves places for what it holds.
+struct MoveSource {
+  NodeEpoch node;
+  std::vector<std::string> avoid_node_ids;  // Not there.
+};
+
 // The control plane without its wire: sessions, the index, placement, reservations, nodes. What
 // nodes hold is theirs to say; the index is rebuilt from their inventories.
 //
@@ -133,6 +139,12 @@ class Control {
                                                        const std::string& write_group,
                                                        absl::Span<const ObjectAnnouncement> objects)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // The same for what a node that is being drained holds: copies on such nodes do not count as
+  // stored. Also kAborted: the node is not registered under that epoch (any more);
+  // kFailedPrecondition: it is not being drained.
+  absl::StatusOr<std::vector<PlacementAnswer>> ReserveMoves(
+      const MoveSource& source, const std::string& tenant, const FormatId& format_id,
+      absl::Span<const ObjectAnnouncement> objects) ABSL_LOCKS_EXCLUDED(mu_);
 
   // kInvalidArgument: a bad id or address. kResourceExhausted: nodes_max. kUnavailable: the state
   // cannot be written.
@@ -140,6 +152,17 @@ class Control {
       ABSL_LOCKS_EXCLUDED(mu_);
   // False: not known (any more), register again.
   bool Heartbeat(const NodeEpoch& node, std::vector<TierState> tiers) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // From now on nothing is placed on the node; its next heartbeat asks it to copy what only it
+  // holds to others. Remembered over restarts. Returns the order's id, another one each time.
+  // kNotFound: no such node. kUnavailable: the state cannot be written.
+  absl::StatusOr<uint64_t> DrainNode(const std::string& node_id, uint64_t limit_ms)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Errors as DrainNode's.
+  absl::Status CancelDrain(const std::string& node_id) ABSL_LOCKS_EXCLUDED(mu_);
+  // A heartbeat's part: notes what the node says and returns what is asked of it.
+  DrainOrder ExchangeDrain(const NodeEpoch& node, const DrainProgress& progress)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // What a node has committed and dropped. All reports: kAborted when it is not registered under
   // that epoch (any more).
@@ -170,10 +193,26 @@ class Control {
   absl::Status StoreNode(const NodeDescription& description) ABSL_LOCKS_EXCLUDED(mu_);
   ScopeId Scope(const std::string& tenant, const FormatId& format_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::StatusOr<PlacementAnswer> ReserveOne(const ScopedObject& object,
-                                             const std::string& write_group,
-                                             const ObjectAnnouncement& announcement)
+  struct Writer {
+    std::string group;
+    std::optional<MoveSource> moves_from = std::nullopt;
+  };
+  absl::StatusOr<std::vector<PlacementAnswer>> ReserveFor(
+      const Writer& writer, const std::string& tenant, const FormatId& format_id,
+      absl::Span<const ObjectAnnouncement> objects) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<PlacementAnswer> ReserveOne(const ScopedObject& object, const Writer& writer,
+                                             const ObjectAnnouncement& announcement,
+                                             absl::Span<const NodeSlot> avoid)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Where this writer's objects cannot go, whatever the nodes say. Errors as ReserveMoves'.
+  absl::StatusOr<std::vector<NodeSlot>> Avoided(const Writer& writer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Somebody holds it whose copy counts.
+  bool IsStored(const ScopedObject& object, const Writer& writer) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status LoadDrains() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status StoreDrain(const std::string& node_id, const DrainOrder& order)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // The open reservation as an answer, not signed yet.
   PlacementAnswer Grant(const PendingWrite& reservation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<NodeSlot> PreferredNodes(const ScopedObject& object,

@@ -61,10 +61,17 @@ std::vector<prometheus::MetricFamily> ControlMetrics::Collect() const {
   std::vector<prometheus::MetricFamily> families = registry_.Collect();
   const ClusterStatus status = control_->Status();
   size_t alive = 0;
-  for (const ClusterStatus::Node& node : status.nodes) alive += node.state.alive ? 1 : 0;
+  size_t draining = 0;
+  for (const ClusterStatus::Node& node : status.nodes) {
+    alive += node.state.alive ? 1 : 0;
+    draining += node.state.draining() ? 1 : 0;
+  }
   prometheus::MetricFamily nodes = Gauge("okv_control_nodes", "Nodes by state");
   AddValue(&nodes, static_cast<double>(alive), "state", "alive");
   AddValue(&nodes, static_cast<double>(status.nodes.size() - alive), "state", "dead");
+  prometheus::MetricFamily drained =
+      Gauge("okv_control_draining_nodes", "Nodes that an operator is draining, dead ones included");
+  AddValue(&drained, static_cast<double>(draining));
   prometheus::MetricFamily objects =
       Gauge("okv_control_objects", "Distinct objects that live nodes hold");
   AddValue(&objects, static_cast<double>(status.objects_count));
@@ -72,7 +79,7 @@ std::vector<prometheus::MetricFamily> ControlMetrics::Collect() const {
   AddValue(&reservations, static_cast<double>(status.reservations_count));
   prometheus::MetricFamily rotations = Gauge("okv_control_rotations", "Published rotation sets");
   AddValue(&rotations, static_cast<double>(status.rotations_count));
-  for (auto* family : {&nodes, &objects, &reservations, &rotations}) {
+  for (auto* family : {&nodes, &drained, &objects, &reservations, &rotations}) {
     families.push_back(std::move(*family));
   }
   return families;

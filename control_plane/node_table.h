@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -28,6 +29,22 @@ struct NodeDescription {
   std::vector<TierState> tiers;
 };
 
+// What an operator asked of a node, and what the node says came of it (control.proto).
+struct DrainOrder {
+  uint64_t id = 0;  // 0: nothing.
+  uint64_t limit_ms = 0;
+};
+struct DrainProgress {
+  enum class State { kNone, kRunning, kDone, kGivenUp };
+  uint64_t id = 0;
+  State state = State::kNone;
+  uint64_t objects_moved = 0;
+  uint64_t bytes_moved = 0;
+  uint64_t objects_left = 0;
+  uint64_t bytes_left = 0;
+  std::string message;
+};
+
 struct NodeState {
   NodeSlot slot;
   NodeDescription description;
@@ -39,6 +56,12 @@ struct NodeState {
   std::optional<HolderSlot> holder;     // Its list in the index; while alive.
   std::optional<HolderSlot> inventory;  // The list that will replace it, while it arrives.
   uint64_t inventory_id = 0;            // Which inventory that is.
+  DrainOrder drain;
+  DrainProgress drain_progress;
+
+  bool draining() const { return drain.id != 0; }
+  // May be given objects.
+  bool takes_puts() const { return alive && !draining(); }
 
   // What may still be placed here: the free bytes of all tiers less what is promised.
   uint64_t FreeBytes() const;
@@ -57,6 +80,9 @@ class NodeTable {
 
   // Null when no such node is known.
   const NodeState* Find(const std::string& node_id) const;
+  NodeState* Find(const std::string& node_id) {
+    return const_cast<NodeState*>(std::as_const(*this).Find(node_id));
+  }
 
   // The node of that id and epoch. kAborted when it is not known, was given up, or registered anew
   // since: the caller registers again.

@@ -1,5 +1,6 @@
 #include "control_plane/placement.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -22,9 +23,11 @@ double UnitHash(const BlockKey& key, const std::string& node_id) {
 }  // namespace
 
 std::optional<NodeSlot> PlaceObject(const NodeTable& nodes, absl::Span<const NodeSlot> preferred,
-                                    const BlockKey& key, uint64_t payload_bytes) {
-  const auto fits = [payload_bytes](const NodeState& node) {
-    return node.alive && node.FreeBytes() >= payload_bytes;
+                                    const BlockKey& key, uint64_t payload_bytes,
+                                    absl::Span<const NodeSlot> avoid) {
+  const auto fits = [payload_bytes, avoid](const NodeState& node) {
+    return node.takes_puts() && node.FreeBytes() >= payload_bytes &&
+           std::find(avoid.begin(), avoid.end(), node.slot) == avoid.end();
   };
   for (const NodeSlot slot : preferred) {
     if (fits(nodes.at(slot))) return slot;

@@ -16,6 +16,7 @@ constexpr int kKeysMax = 65536;
 constexpr int kReserveObjectsMax = 4096;
 constexpr size_t kRotationFileBytesMax = size_t{256} << 20;
 constexpr size_t kChunkBytes = size_t{256} << 10;
+constexpr uint64_t kDrainLimitMs = 600'000;
 
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
@@ -132,6 +133,28 @@ absl::Status DoLookup(Control* control, const v1::LookupRequest& request,
   return absl::OkStatus();
 }
 
+DrainProgress ReadDrain(const v1::DrainReport& report) {
+  DrainProgress progress;
+  progress.id = report.drain_id();
+  progress.state = static_cast<DrainProgress::State>(report.state());
+  progress.objects_moved = report.objects_moved();
+  progress.bytes_moved = report.bytes_moved();
+  progress.objects_left = report.objects_left();
+  progress.bytes_left = report.bytes_left();
+  progress.message = report.message();
+  return progress;
+}
+
+void WriteDrain(const DrainProgress& progress, v1::DrainReport* report) {
+  report->set_drain_id(progress.id);
+  report->set_state(static_cast<v1::DrainState>(progress.state));
+  report->set_objects_moved(progress.objects_moved);
+  report->set_bytes_moved(progress.bytes_moved);
+  report->set_objects_left(progress.objects_left);
+  report->set_bytes_left(progress.bytes_left);
+  report->set_message(progress.message);
+}
+
 absl::Status DoReserve(Control* control, ControlMetrics* metrics, const v1::ReserveRequest& request,
                        v1::ReserveResponse* response) {
   OKV_RETURN_IF_ERROR(CheckCount("objects", request.objects_size(), kReserveObjectsMax));
@@ -143,9 +166,15 @@ absl::Status DoReserve(Control* control, ControlMetrics* metrics, const v1::Rese
     objects[i].tenant = request.tenant();
     objects[i].format_id = format_id;
   }
+  const v1::MoveSource& from = request.move_from();
+  const MoveSource source = {
+      .node = {.node_id = from.node_id(), .epoch = from.epoch()},
+      .avoid_node_ids = {from.avoid_node_ids().begin(), from.avoid_node_ids().end()}};
   OKV_ASSIGN_OR_RETURN(
       const std::vector<PlacementAnswer> answers,
-      control->Reserve(request.tenant(), format_id, request.write_group(), objects));
+      request.has_move_from()
+          ? control->ReserveMoves(source, request.tenant(), format_id, objects)
+          : control->Reserve(request.tenant(), format_id, request.write_group(), objects));
   for (const PlacementAnswer& answer : answers) {
     v1::Placement* placement = response->add_placements();
     placement->set_code(static_cast<int32_t>(answer.status.code()));
@@ -318,10 +347,27 @@ grpc::Status ControlService::RegisterNode(grpc::ServerContext* context,
 grpc::Status ControlService::Heartbeat(grpc::ServerContext* context,
                                        const v1::HeartbeatRequest* request,
                                        v1::HeartbeatResponse* response) {
-  const bool known = control_->Heartbeat({.node_id = request->node_id(), .epoch = request->epoch()},
-                                         ReadTiers(request->tiers()));
+  const NodeEpoch node = {.node_id = request->node_id(), .epoch = request->epoch()};
+  const bool known = control_->Heartbeat(node, ReadTiers(request->tiers()));
   response->set_register_again(!known);
+  const DrainOrder order = control_->ExchangeDrain(node, ReadDrain(request->drain()));
+  if (order.id == 0) return grpc::Status::OK;
+  const ControlOptions& options = control_->options();
+  response->mutable_drain()->set_drain_id(order.id);
+  response->mutable_drain()->set_limit_ms(order.limit_ms);
+  response->mutable_drain()->set_settle_ms(options.node_timeout_ms +
+                                           2 * options.heartbeat_interval_ms);
   return grpc::Status::OK;
+}
+
+grpc::Status ControlService::DrainNode(grpc::ServerContext* context,
+                                       const v1::DrainNodeRequest* request,
+                                       v1::DrainNodeResponse* response) {
+  if (request->cancel()) return ToGrpc(control_->CancelDrain(request->node_id()));
+  const absl::StatusOr<uint64_t> id = control_->DrainNode(
+      request->node_id(), request->limit_ms() > 0 ? request->limit_ms() : kDrainLimitMs);
+  if (id.ok()) response->set_drain_id(*id);
+  return ToGrpc(id.status());
 }
 
 grpc::Status ControlService::ReportInventory(grpc::ServerContext* context,
@@ -349,6 +395,8 @@ grpc::Status ControlService::GetClusterStatus(grpc::ServerContext* context,
     out->set_heartbeat_age_ms(node.heartbeat_age_ms);
     out->set_objects_count(node.objects_count);
     out->set_objects_bytes(node.objects_bytes);
+    out->set_draining(node.state.draining());
+    WriteDrain(node.state.drain_progress, out->mutable_drain());
     for (const TierState& tier : node.state.description.tiers) {
       v1::TierUsage* usage = out->add_tiers();
       usage->set_tier(tier.tier);

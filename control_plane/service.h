@@ -36,6 +36,8 @@ class ControlService final : public v1::ControlPlane::Service {
                                v1::ReportInventoryResponse* response) override;
   grpc::Status ReportCommits(grpc::ServerContext* context, const v1::ReportCommitsRequest* request,
                              v1::ReportCommitsResponse* response) override;
+  grpc::Status DrainNode(grpc::ServerContext* context, const v1::DrainNodeRequest* request,
+                         v1::DrainNodeResponse* response) override;
   grpc::Status GetClusterStatus(grpc::ServerContext* context,
                                 const v1::GetClusterStatusRequest* request,
                                 v1::GetClusterStatusResponse* response) override;

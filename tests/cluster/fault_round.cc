@@ -161,6 +161,17 @@ void Round::StopNode(size_t number) {
   if (code > 0) Fail(absl::StrCat(node.node_id, " ended with ", code));
 }
 
+std::unique_ptr<Process> Round::StartDrain(size_t number) {
+  return Process::Start(
+      {"okvctl", "--control", control_address_, "--drain_limit", "60s", "drain", NodeId(number)});
+}
+
+void Round::FinishDrain(Process* drain) {
+  const int code = drain->Wait(2 * kProcessTimeout);
+  if (code == -1) Hang("a drain did not end");
+  if (code > 0) Fail(absl::StrCat("a drain ended with ", code, ": ", drain->output()));
+}
+
 bool Round::NodeRuns(size_t number) {
   return number < nodes_.size() && nodes_[number].process != nullptr &&
          nodes_[number].process->running();

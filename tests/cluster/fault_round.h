@@ -55,6 +55,10 @@ class Round {
   uint64_t KillNode(size_t number, uint64_t stopping_ms = 0);
   // SIGTERM; it must end with 0.
   void StopNode(size_t number);
+  // okvctl drain, under way.
+  std::unique_ptr<testing_support::Process> StartDrain(size_t number);
+  // It must say, in time, that other nodes have everything.
+  void FinishDrain(testing_support::Process* drain);
   bool NodeRuns(size_t number);
   std::string NodeDirectory(size_t number) const;
   std::string NodeId(size_t number) const;

@@ -99,6 +99,46 @@ std::string KillNode(Round* round) {
   return "";
 }
 
+// A node is drained while a reader reads, and leaves for good: everything is on others. Half of the
+// time a writer goes on meanwhile; otherwise a peer that takes objects dies and comes back.
+std::string Drain(Round* round) {
+  const Round::NodeSpec spec = {.dram_bytes = 4 * kMiB};
+  StartNodes(round, 3, spec);
+  FaultWorker* writer = round->StartWorker();
+  FaultWorker* reader = round->StartWorker();
+  PutHeads(round, writer, 0, 6);
+  const Round::Put put = {.blocks = Interleaved(0, 6, 1, 20)};
+  const bool peer_dies = round->Pick(0, 1) == 1;
+  // What is written during the drain goes to peers: only a whole one keeps what only its DRAM has.
+  if (peer_dies) {
+    ExpectStored(round, "writer", round->DoPut(writer, put));
+  } else {
+    round->SendPut(writer, put);
+    round->RandomPause(20);
+  }
+  const std::unique_ptr<testing_support::Process> drain = round->StartDrain(0);
+  round->RandomPause(peer_dies ? 300 : 20);
+  if (peer_dies) {
+    const size_t peer = round->Pick(1, 2);
+    round->KillNode(peer);
+    round->Saw("peers_killed_in_a_drain", drain->running());
+    round->StartNode(peer, spec);
+  }
+  while (drain->running()) {
+    round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 8)}, Mode::kStrict);
+  }
+  round->FinishDrain(drain.get());
+  round->Saw("drains_that_moved_blocks", round->Metric(0, "okv_node_drain_moved_bytes") > 0);
+  if (!peer_dies) {
+    // What was on offer when the drain began was refused: the next try gets another place.
+    round->FinishPut(writer, put);
+    ExpectStored(round, "writer", round->DoPut(writer, put));
+  }
+  round->StopNode(0);
+  AuditAll(round);
+  return "";
+}
+
 // A reader stops in the middle of a fetch while a writer fills the arena twice; half of the time
 // what it reads was spilled before. It goes on, or dies.
 std::string SlowReader(Round* round) {
@@ -355,6 +395,7 @@ uint64_t AdoptedCount(Round* round, size_t node) {
 std::vector<Scenario> ProcessScenarios() {
   return {
       {"kill_node", KillNode},
+      {"drain", Drain},
       {"slow_reader", SlowReader},
       {"one_key_many_writers", ManyWritersOfOneKey},
       {"worker_killed_while_pinned", WorkerKilledWhilePinned},
