@@ -74,4 +74,48 @@ std::vector<MetricFamily> DriftMetrics::Collect() const {
 
 std::string DriftMetrics::Text() const { return prometheus::TextSerializer().Serialize(Collect()); }
 
+std::vector<MetricFamily> ClusterMetrics::FamiliesOf(const ClusterStats& stats) {
+  struct Value {
+    const char* label;  // "": none.
+    const char* label_value;
+    uint64_t count;
+  };
+  std::vector<MetricFamily> families;
+  const auto add = [&](const char* name, const char* help, const std::vector<Value>& values) {
+    MetricFamily family;
+    family.name = name;
+    family.help = help;
+    family.type = MetricType::Counter;
+    for (const Value& value : values) {
+      ClientMetric metric;
+      if (value.label[0] != '\0') metric.label = {{value.label, value.label_value}};
+      metric.counter.value = static_cast<double>(value.count);
+      family.metric.push_back(std::move(metric));
+    }
+    families.push_back(std::move(family));
+  };
+  add("okv_worker_fetched_objects_total", "Objects asked of nodes, by result",
+      {{"result", "ok", stats.fetched}, {"result", "failed", stats.fetch_failed}});
+  add("okv_worker_fetched_bytes_total", "Verified payload bytes that arrived",
+      {{"", "", stats.fetched_bytes}});
+  add("okv_worker_failovers_total",
+      "Times that an object was asked of its next node, by what the one before did",
+      {{"reason", "unavailable", stats.failovers_unavailable},
+       {"reason", "stalled", stats.failovers_stalled},
+       {"reason", "damaged", stats.failovers_damaged},
+       {"reason", "missing", stats.failovers_missing}});
+  add("okv_worker_complaints_total", "Payloads that failed verification, reported to their node",
+      {{"", "", stats.complaints}});
+  return families;
+}
+
+std::vector<MetricFamily> ClusterMetrics::Collect() const {
+  const Cluster* cluster = cluster_.load();
+  return FamiliesOf(cluster != nullptr ? cluster->stats() : ClusterStats());
+}
+
+std::string ClusterMetrics::Text() const {
+  return prometheus::TextSerializer().Serialize(Collect());
+}
+
 }  // namespace okv

@@ -57,9 +57,10 @@ struct Worker {
   Format format;
   std::unique_ptr<DriftMonitor> drift;
   std::unique_ptr<DriftMetrics> metrics;
-  std::unique_ptr<MetricsServer> metrics_server;
+  ClusterMetrics cluster_metrics;
   std::unique_ptr<Transport> transport;
   std::unique_ptr<Cluster> cluster;
+  std::unique_ptr<MetricsServer> metrics_server;  // Looks at both.
   std::unique_ptr<Sequence> sequence;
   std::vector<uint32_t> tokens;  // The prompt, then what was generated.
 };
@@ -109,9 +110,9 @@ absl::Status StartMetrics(const RunOptions& options, Worker* worker) {
   if (options.metrics.empty()) return absl::OkStatus();
   worker->metrics =
       std::make_unique<DriftMetrics>(worker->drift.get(), worker->format.rotation_hash);
-  OKV_ASSIGN_OR_RETURN(worker->metrics_server,
-                       MetricsServer::Start(options.metrics, [metrics = worker->metrics.get()] {
-                         return metrics->Text();
+  OKV_ASSIGN_OR_RETURN(worker->metrics_server, MetricsServer::Start(options.metrics, [worker] {
+                         return absl::StrCat(worker->metrics->Text(),
+                                             worker->cluster_metrics.Text());
                        }));
   std::printf("okv-worker metrics on %s\n", worker->metrics_server->address().c_str());
   std::fflush(stdout);
@@ -139,6 +140,7 @@ absl::Status OpenCluster(const RunOptions& options, Worker* worker) {
       CreateUcxTransport({.tls = options.ucx_tls, .require_rdma = options.require_rdma}));
   OKV_ASSIGN_OR_RETURN(worker->cluster, Cluster::Connect(MakeClusterOptions(options),
                                                          worker->format, worker->transport.get()));
+  worker->cluster_metrics.Watch(worker->cluster.get());
   return absl::OkStatus();
 }
 

@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/escaping.h"
@@ -17,6 +18,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/quantize.h"
+#include "prometheus/text_serializer.h"
 #include "proto/bf16.h"
 #include "proto/page_layout.h"
 #include "proto/sha256.h"
@@ -102,6 +104,35 @@ TEST(DriftMetricsTest, TheTextHasEverySumByLayerAndTensor) {
   EXPECT_THAT(text, Not(HasSubstr(absl::StrCat("promised_error_ratio", labels("9", "v")))));
 }
 
+TEST(ClusterMetricsTest, TheTextHasEveryCountAndZerosWithoutACluster) {
+  const ClusterStats stats = {.fetched = 11,
+                              .fetched_bytes = 22,
+                              .fetch_failed = 33,
+                              .failovers_unavailable = 44,
+                              .failovers_stalled = 55,
+                              .failovers_damaged = 66,
+                              .failovers_missing = 77,
+                              .complaints = 88};
+  const std::string text =
+      prometheus::TextSerializer().Serialize(ClusterMetrics::FamiliesOf(stats));
+  const std::string none = ClusterMetrics().Text();
+  const std::pair<const char*, double> expected[] = {
+      {"okv_worker_fetched_objects_total{result=\"ok\"}", 11},
+      {"okv_worker_fetched_bytes_total", 22},
+      {"okv_worker_fetched_objects_total{result=\"failed\"}", 33},
+      {"okv_worker_failovers_total{reason=\"unavailable\"}", 44},
+      {"okv_worker_failovers_total{reason=\"stalled\"}", 55},
+      {"okv_worker_failovers_total{reason=\"damaged\"}", 66},
+      {"okv_worker_failovers_total{reason=\"missing\"}", 77},
+      {"okv_worker_complaints_total", 88},
+  };
+  for (const auto& [series, value] : expected) {
+    EXPECT_EQ(Value(text, series), value) << series;
+    EXPECT_EQ(Value(none, series), 0) << series;
+  }
+  EXPECT_THAT(text, HasSubstr("# TYPE okv_worker_failovers_total counter\n"));
+}
+
 // okv-worker on a tiny random model with a rotation set that promises something.
 class WorkerMetricsTest : public ::testing::Test {
  protected:
@@ -170,6 +201,7 @@ TEST_F(WorkerMetricsTest, ARunShowsItsDriftFromBeforeThePromptOn) {
   const size_t at = line.find("127.0.0.1:");
   const std::string address = line.substr(at, line.find('\n', at) - at);
   const std::string before = HttpGet(address, "/metrics");
+  EXPECT_EQ(Value(before, "okv_worker_fetched_bytes_total"), 0);
   for (int layer = 0; layer < 2; ++layer) {
     EXPECT_EQ(Value(before, Series("sampled_rows_total", layer, "k")), 0);
     EXPECT_EQ(Value(before, Series("promised_error_ratio", layer, "v")), layer == 0 ? 0.5 : 0.75);
