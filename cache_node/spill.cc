@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cache_node/payload.h"
 #include "proto/check.h"
 #include "proto/object.h"
 #include "proto/status_macros.h"
@@ -302,6 +303,12 @@ absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
   if (!pin->dram().empty()) return nullptr;  // Another load was faster.
   const HeldObject& object = pin->object();
   const size_t bytes = object.header.payload_bytes;
+  if (!pin->on_disk()) {  // Only HBM holds it.
+    AlignedBuffer own = AllocateAligned(bytes);
+    OKV_RETURN_IF_ERROR(GatherPieces(pin->memory(), {{.offset = 0, .bytes = bytes}},
+                                     absl::MakeSpan(own.get(), bytes)));
+    return own;
+  }
   absl::StatusOr<Extent> extent = AllocateForLoad(*pin);
   AlignedBuffer own;
   if (!extent.ok()) own = AllocateAligned(bytes);

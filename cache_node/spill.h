@@ -83,9 +83,10 @@ class Spiller {
   // The object is damaged in `tier`: it is gone, counted and reported.
   void Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& why);
 
-  // Makes an object that is only on disk readable. Null: it is in DRAM now, as pin->dram() says;
-  // else the payload itself, which DRAM had no room for, or not on its first use. kDataLoss when
-  // the disk's copy is damaged: it is quarantined and the pin gone. Other errors are the disk's.
+  // Makes an object that is not in DRAM readable there. Null: it is in DRAM now, as pin->dram()
+  // says; else the payload itself, which DRAM had no room for, or not on its first use, or which
+  // only HBM holds. kDataLoss when the disk's copy is damaged: it is quarantined and the pin gone.
+  // Other errors are the disk's or the device's.
   // Blocks on the disk.
   absl::StatusOr<AlignedBuffer> Load(ObjectPin* pin);
 

@@ -137,6 +137,20 @@ TEST_F(HbmTest, WhatIsPutIsInHbmAndIsReadFromThere) {
   EXPECT_GT(node_.Metric("okv_node_tier_used_bytes{tier=\"hbm\"}"), 0);
 }
 
+// A drain reads objects so, wherever they are.
+TEST_F(HbmTest, WhatOnlyHbmHoldsLoadsAsACopyAndStays) {
+  Open();
+  const TestObject object = MakeObject({.number = 1});
+  ASSERT_EQ(*Write(object), "hbm");
+  ObjectPin pin = *table()->Pin(object.id());
+  const absl::StatusOr<AlignedBuffer> own = node_.storage->spiller()->Load(&pin);
+  ASSERT_TRUE(own.ok()) << own.status();
+  ASSERT_NE(*own, nullptr);
+  EXPECT_EQ(std::vector<uint8_t>(own->get(), own->get() + object.payload.size()), object.payload);
+  EXPECT_TRUE(InHbm(object));
+  EXPECT_TRUE(removed().empty());
+}
+
 TEST_F(HbmTest, WhatFillsHbmMovesTheColdestDownAndNothingIsLost) {
   Open();
   const std::vector<TestObject> objects = WriteMany(0, 200);  // Twice what HBM holds.
