@@ -3,7 +3,7 @@
 # the blocks into a node's HBM tier, forgets them, fetches, verifies and attends to them; fetches by
 # block size and blocks in flight; and the same blocks copied between two processes by the CUDA
 # runtime alone. Runs from a bundle (deploy/bundle.sh of okv-bench, okv-control and okv-node, built
-# with CUDA and a UCX that has it) or a build directory; about a minute, at most four.
+# with CUDA and a UCX that has it) or a build directory; at most four minutes.
 #
 #   tests/bench/gpu_service.sh DIR [--json OUT] [--only PART,...] [--memory device|host]
 #                              [--tokens N] [--layers N] [--sizes LAYERS,...] [--rounds N]
