@@ -139,6 +139,7 @@ bool WaitForFile(const std::string& path, Process* process) {
 
 std::string HttpGet(const std::string& address, const std::string& path) {
   const size_t colon = address.rfind(':');
+  if (colon == std::string::npos) return "";  // Of a process that never said where it listens.
   sockaddr_in peer = {};
   peer.sin_family = AF_INET;
   peer.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(colon + 1))));
