@@ -83,8 +83,10 @@ absl::StatusOr<std::vector<NodeSlot>> Control::Avoided(const Writer& writer) {
 bool Control::IsStored(const ScopedObject& object, const Writer& writer) const {
   const auto holders = index_.Find(object.scope, object.id);
   if (!writer.moves_from.has_value()) return !holders.empty();
-  return std::any_of(holders.begin(), holders.end(),
-                     [this](NodeSlot slot) { return !nodes_.at(slot).draining(); });
+  for (const NodeSlot slot : holders) {
+    if (!nodes_.at(slot).draining()) return true;
+  }
+  return false;
 }
 
 absl::StatusOr<std::vector<PlacementAnswer>> Control::ReserveMoves(
