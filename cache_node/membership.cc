@@ -47,16 +47,6 @@ void FillTiers(const std::vector<std::pair<std::string, TierStats>>& tiers, Requ
   }
 }
 
-void Fill(const DrainReport& report, v1::DrainReport* message) {
-  message->set_drain_id(report.id);
-  message->set_state(static_cast<v1::DrainState>(report.state));
-  message->set_objects_moved(report.objects_moved);
-  message->set_bytes_moved(report.bytes_moved);
-  message->set_objects_left(report.objects_left);
-  message->set_bytes_left(report.bytes_left);
-  message->set_message(report.message);
-}
-
 // Trying again cannot help.
 bool IsRefusal(const absl::Status& status) {
   return absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
@@ -320,7 +310,7 @@ absl::Status Membership::Heartbeat() {
   request.set_epoch(epoch_);
   FillTiers(parts_.tiers(), &request);
   if (const auto report = parts_.drain_report ? parts_.drain_report() : std::nullopt) {
-    Fill(*report, request.mutable_drain());
+    report->Write(request.mutable_drain());
   }
   v1::HeartbeatResponse response;
   OKV_RETURN_IF_ERROR(Call(&v1::ControlPlane::Stub::Heartbeat, request, &response));

@@ -17,6 +17,7 @@
 #include "cache_node/tiers/tier.h"
 #include "proto/control.grpc.pb.h"
 #include "proto/control_channel.h"
+#include "proto/drain_report.h"
 #include "proto/mutex.h"
 
 namespace okv {
@@ -40,21 +41,11 @@ struct MembershipOptions {
   absl::Status Validate() const;
 };
 
-// What an operator asked of this node, and what came of it (control.proto).
+// What an operator asked of this node (control.proto).
 struct DrainOrder {
   uint64_t id = 0;
   int64_t limit_nanos = 0;
   int64_t settle_nanos = 0;
-};
-struct DrainReport {
-  enum class State { kNone, kRunning, kDone, kGivenUp };
-  uint64_t id = 0;
-  State state = State::kNone;
-  uint64_t objects_moved = 0;
-  uint64_t bytes_moved = 0;
-  uint64_t objects_left = 0;
-  uint64_t bytes_left = 0;
-  std::string message;
 };
 
 // The node's side of its relation to the control plane: registers, sends heartbeats, reports what

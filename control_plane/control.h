@@ -161,7 +161,7 @@ class Control {
   // Errors as DrainNode's.
   absl::Status CancelDrain(const std::string& node_id) ABSL_LOCKS_EXCLUDED(mu_);
   // A heartbeat's part: notes what the node says and returns what is asked of it.
-  DrainOrder ExchangeDrain(const NodeEpoch& node, const DrainProgress& progress)
+  DrainRequest ExchangeDrain(const NodeEpoch& node, const DrainReport& progress)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // What a node has committed and dropped. All reports: kAborted when it is not registered under
@@ -211,7 +211,7 @@ class Control {
   bool IsStored(const ScopedObject& object, const Writer& writer) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status LoadDrains() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status StoreDrain(const std::string& node_id, const DrainOrder& order)
+  absl::Status StoreDrain(const std::string& node_id, const DrainRequest& order)
       ABSL_LOCKS_EXCLUDED(mu_);
   // The open reservation as an answer, not signed yet.
   PlacementAnswer Grant(const PendingWrite& reservation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

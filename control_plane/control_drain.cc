@@ -11,7 +11,7 @@ namespace {
 
 constexpr absl::string_view kDrainPrefix = "drain/";
 
-std::string EncodeDrain(const DrainOrder& order) {
+std::string EncodeDrain(const DrainRequest& order) {
   std::string bytes;
   FieldWriter writer(&bytes);
   writer.U64(1, order.id);
@@ -25,7 +25,7 @@ absl::Status Control::LoadDrains() {
   OKV_ASSIGN_OR_RETURN(const auto drains, state_->List(kDrainPrefix));
   for (const auto& [name, bytes] : drains) {
     FieldReader reader(bytes);
-    const DrainOrder order = {.id = reader.U64(1), .limit_ms = reader.U64(2)};
+    const DrainRequest order = {.id = reader.U64(1), .limit_ms = reader.U64(2)};
     if (!reader.done()) return absl::DataLossError(absl::StrCat("state: '", name, "' is damaged"));
     NodeState* node = nodes_.Find(name.substr(kDrainPrefix.size()));
     if (node != nullptr) node->drain = order;
@@ -33,7 +33,7 @@ absl::Status Control::LoadDrains() {
   return absl::OkStatus();
 }
 
-absl::Status Control::StoreDrain(const std::string& node_id, const DrainOrder& order) {
+absl::Status Control::StoreDrain(const std::string& node_id, const DrainRequest& order) {
   {
     FairMutexLock lock(&mu_);
     if (nodes_.Find(node_id) == nullptr) {
@@ -44,7 +44,7 @@ absl::Status Control::StoreDrain(const std::string& node_id, const DrainOrder& o
   FairMutexLock lock(&mu_);
   NodeState* node = nodes_.Find(node_id);
   node->drain = order;
-  node->drain_progress = {};
+  node->drain_report = {};
   return absl::OkStatus();
 }
 
@@ -56,12 +56,12 @@ absl::StatusOr<uint64_t> Control::DrainNode(const std::string& node_id, uint64_t
 
 absl::Status Control::CancelDrain(const std::string& node_id) { return StoreDrain(node_id, {}); }
 
-DrainOrder Control::ExchangeDrain(const NodeEpoch& node, const DrainProgress& progress) {
+DrainRequest Control::ExchangeDrain(const NodeEpoch& node, const DrainReport& progress) {
   FairMutexLock lock(&mu_);
   const absl::StatusOr<NodeState*> found = nodes_.FindCurrent(node.node_id, node.epoch);
   if (!found.ok()) return {};
   // What it says of an earlier order is of no interest.
-  if (progress.id == (*found)->drain.id) (*found)->drain_progress = progress;
+  if (progress.id == (*found)->drain.id) (*found)->drain_report = progress;
   return (*found)->drain;
 }
 

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "control_plane/prefix_index.h"
+#include "proto/drain_report.h"
 
 namespace okv {
 
@@ -29,20 +30,10 @@ struct NodeDescription {
   std::vector<TierState> tiers;
 };
 
-// What an operator asked of a node, and what the node says came of it (control.proto).
-struct DrainOrder {
+// What an operator asked of a node.
+struct DrainRequest {
   uint64_t id = 0;  // 0: nothing.
   uint64_t limit_ms = 0;
-};
-struct DrainProgress {
-  enum class State { kNone, kRunning, kDone, kGivenUp };
-  uint64_t id = 0;
-  State state = State::kNone;
-  uint64_t objects_moved = 0;
-  uint64_t bytes_moved = 0;
-  uint64_t objects_left = 0;
-  uint64_t bytes_left = 0;
-  std::string message;
 };
 
 struct NodeState {
@@ -56,8 +47,8 @@ struct NodeState {
   std::optional<HolderSlot> holder;     // Its list in the index; while alive.
   std::optional<HolderSlot> inventory;  // The list that will replace it, while it arrives.
   uint64_t inventory_id = 0;            // Which inventory that is.
-  DrainOrder drain;
-  DrainProgress drain_progress;
+  DrainRequest drain;
+  DrainReport drain_report;
 
   bool draining() const { return drain.id != 0; }
   // May be given objects.

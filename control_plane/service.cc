@@ -133,28 +133,6 @@ absl::Status DoLookup(Control* control, const v1::LookupRequest& request,
   return absl::OkStatus();
 }
 
-DrainProgress ReadDrain(const v1::DrainReport& report) {
-  DrainProgress progress;
-  progress.id = report.drain_id();
-  progress.state = static_cast<DrainProgress::State>(report.state());
-  progress.objects_moved = report.objects_moved();
-  progress.bytes_moved = report.bytes_moved();
-  progress.objects_left = report.objects_left();
-  progress.bytes_left = report.bytes_left();
-  progress.message = report.message();
-  return progress;
-}
-
-void WriteDrain(const DrainProgress& progress, v1::DrainReport* report) {
-  report->set_drain_id(progress.id);
-  report->set_state(static_cast<v1::DrainState>(progress.state));
-  report->set_objects_moved(progress.objects_moved);
-  report->set_bytes_moved(progress.bytes_moved);
-  report->set_objects_left(progress.objects_left);
-  report->set_bytes_left(progress.bytes_left);
-  report->set_message(progress.message);
-}
-
 absl::Status DoReserve(Control* control, ControlMetrics* metrics, const v1::ReserveRequest& request,
                        v1::ReserveResponse* response) {
   OKV_RETURN_IF_ERROR(CheckCount("objects", request.objects_size(), kReserveObjectsMax));
@@ -350,7 +328,7 @@ grpc::Status ControlService::Heartbeat(grpc::ServerContext* context,
   const NodeEpoch node = {.node_id = request->node_id(), .epoch = request->epoch()};
   const bool known = control_->Heartbeat(node, ReadTiers(request->tiers()));
   response->set_register_again(!known);
-  const DrainOrder order = control_->ExchangeDrain(node, ReadDrain(request->drain()));
+  const DrainRequest order = control_->ExchangeDrain(node, DrainReport::Read(request->drain()));
   if (order.id == 0) return grpc::Status::OK;
   const ControlOptions& options = control_->options();
   response->mutable_drain()->set_drain_id(order.id);
@@ -396,7 +374,7 @@ grpc::Status ControlService::GetClusterStatus(grpc::ServerContext* context,
     out->set_objects_count(node.objects_count);
     out->set_objects_bytes(node.objects_bytes);
     out->set_draining(node.state.draining());
-    WriteDrain(node.state.drain_progress, out->mutable_drain());
+    node.state.drain_report.Write(out->mutable_drain());
     for (const TierState& tier : node.state.description.tiers) {
       v1::TierUsage* usage = out->add_tiers();
       usage->set_tier(tier.tier);

@@ -104,14 +104,14 @@ TEST_F(ControlDrainTest, WhatANodeSaysOfAnEarlierDrainIsNotShown) {
   const uint64_t first = *h_.control().DrainNode("a", 1000);
   const uint64_t second = *h_.control().DrainNode("a", 2000);
   EXPECT_NE(first, second);
-  DrainProgress progress;
+  DrainReport progress;
   progress.id = first;
   progress.objects_left = 7;
   EXPECT_EQ(h_.control().ExchangeDrain(a, progress).id, second);
-  EXPECT_EQ(h_.control().Status().nodes[0].state.drain_progress.objects_left, 0u);
+  EXPECT_EQ(h_.control().Status().nodes[0].state.drain_report.objects_left, 0u);
   progress.id = second;
   h_.control().ExchangeDrain(a, progress);
-  EXPECT_EQ(h_.control().Status().nodes[0].state.drain_progress.objects_left, 7u);
+  EXPECT_EQ(h_.control().Status().nodes[0].state.drain_report.objects_left, 7u);
 }
 
 TEST_F(ControlDrainTest, ANodeThatIsNotKnownAndAStateThatIsFullAreErrors) {
