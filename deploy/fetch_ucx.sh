@@ -17,8 +17,7 @@ declare -A sha256=(
 )
 target=build/ucx
 
-say() { printf 'fetch_ucx: %s\n' "$*"; }
-die() { printf 'fetch_ucx: error: %s\n' "$*" >&2; exit 1; }
+. deploy/wheel.sh
 
 case "${1:-}" in
   '') ;;
@@ -34,14 +33,10 @@ fi
 
 temp=$(mktemp -d)
 trap 'rm -rf "$temp"' EXIT
-say "downloading package $package (30 MB)"
-python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-  --dest "$temp" "$package" >&2 || die "package $package cannot be downloaded with pip"
-wheels=("$temp"/libucx_cu13-*.whl)
-[ -e "${wheels[0]}" ] || die "package $package came without a wheel"
-[ "$(sha256sum "${wheels[0]}" | cut -c1-64)" = "${sha256[$(uname -m)]}" ] ||
+download_wheel "$package" 30 "$temp"
+[ "$(sha256sum "$wheel" | cut -c1-64)" = "${sha256[$(uname -m)]}" ] ||
   die "package $package is not the pinned one (SHA-256 ${sha256[$(uname -m)]})"
-unzip -q "${wheels[0]}" 'libucx/*' 'libucx_cu13.libs/*' -x '*.a' '*.la' '*.py' -d "$temp" ||
+unzip -q "$wheel" 'libucx/*' 'libucx_cu13.libs/*' -x '*.a' '*.la' '*.py' -d "$temp" ||
   die "package $package cannot be unpacked"
 [ -e "$temp/libucx/lib/ucx/libuct_cuda.so.0" ] || die "package $package holds no CUDA transports"
 chmod +x "$temp"/libucx/bin/*
