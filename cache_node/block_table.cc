@@ -81,26 +81,42 @@ void BlockTable::Commit(WriteClaim claim, ObjectRef object, Extent extent) {
 }
 
 size_t BlockTable::AdoptFromDisk(std::vector<Adopted> adopted) {
-  std::sort(adopted.begin(), adopted.end(), [](const Adopted& a, const Adopted& b) {
-    return std::pair(a.place.group, a.place.page) < std::pair(b.place.group, b.place.page);
-  });
-  size_t count = 0;
+  // As found, the objects lie in memory one after the other; in the order of their places each is a
+  // miss of every cache, as each one's slot in the table is: so both are asked for ahead.
+  constexpr size_t kAhead = 16;
+  struct Placed {
+    DiskPlace place;
+    Entry* entry;
+  };
+  std::vector<Placed> placed;
+  placed.reserve(adopted.size());
   MutexLock lock(&mu_);
   entries_.reserve(entries_.size() + adopted.size());
-  for (Adopted& found : adopted) {
+  for (size_t i = 0; i < adopted.size(); ++i) {
+    if (i + kAhead < adopted.size()) {
+      entries_.prefetch(adopted[i + kAhead].object->header.id);
+    }
+    Adopted& found = adopted[i];
     OKV_CHECK(found.place.known());
     auto [slot, is_new] = entries_.try_emplace(found.object->header.id);
     if (!is_new) continue;
     slot->second = std::make_unique<Entry>();
     Entry* entry = slot->second.get();
     entry->object = std::move(found.object);
-    entry->used = ++uses_count_;
     entry->tenant = TenantOf(*entry->object);
     Count(*entry, /*add=*/true);
-    SetPlace(entry, found.place);
-    ++count;
+    placed.push_back({found.place, entry});
   }
-  return count;
+  std::sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) {
+    return std::pair(a.place.group, a.place.page) < std::pair(b.place.group, b.place.page);
+  });
+  for (size_t i = 0; i < placed.size(); ++i) {
+    if (i + 2 * kAhead < placed.size()) __builtin_prefetch(placed[i + 2 * kAhead].entry, /*rw=*/1);
+    if (i + kAhead < placed.size()) __builtin_prefetch(placed[i + kAhead].entry->object.get());
+    placed[i].entry->used = ++uses_count_;
+    SetPlace(placed[i].entry, placed[i].place);
+  }
+  return placed.size();
 }
 
 absl::StatusOr<ObjectPin> BlockTable::Pin(const ObjectId& id) {
