@@ -80,7 +80,10 @@ ABSL_FLAG(uint32_t, peer_tokens, 8192, "peer: tokens of a round, a multiple of 6
 ABSL_FLAG(uint32_t, request_blocks, 8, "peer: blocks of a put or get");
 ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch, peer: where the services put their files");
 ABSL_FLAG(std::string, memory, "device",
-          "service: where worker and node hold blocks, device (GPU 0) or host");
+          "service: where worker and node hold blocks, device (a GPU) or host");
+ABSL_FLAG(uint32_t, worker_gpu, 0, "service, ipc: the worker's GPU, by CUDA's number");
+ABSL_FLAG(uint32_t, node_gpu, 0,
+          "service, ipc: the GPU of the node, or of the process copied from");
 ABSL_FLAG(uint32_t, service_tokens, 102400, "service: tokens of history, a multiple of 64");
 ABSL_FLAG(std::string, service_tls, "",
           "service: transports of node and worker, as UCX_TLS takes them; empty: their own choice");
@@ -156,8 +159,13 @@ absl::Status Fetch() {
   return Print(RunFetch(options));
 }
 
+GpuPair GpusFromFlags() {
+  return {.worker = absl::GetFlag(FLAGS_worker_gpu), .node = absl::GetFlag(FLAGS_node_gpu)};
+}
+
 absl::Status Service() {
   ServiceOptions options;
+  options.gpus = GpusFromFlags();
   options.memory = absl::GetFlag(FLAGS_memory);
   options.tokens = absl::GetFlag(FLAGS_service_tokens);
   options.shape = {.layers = absl::GetFlag(FLAGS_layers),
@@ -300,6 +308,7 @@ IpcBlocks IpcBlocksFromFlags() {
 }
 absl::Status IpcBench() {
   IpcOptions options = {.blocks = IpcBlocksFromFlags(),
+                        .gpus = GpusFromFlags(),
                         .streams = {},
                         .rounds = absl::GetFlag(FLAGS_rounds),
                         .directory = absl::GetFlag(FLAGS_scratch_dir),
@@ -309,7 +318,8 @@ absl::Status IpcBench() {
 }
 // The other process of ipc and service.
 absl::Status IpcOwner() {
-  return RunIpcOwner(IpcBlocksFromFlags(), absl::GetFlag(FLAGS_ipc_handle_file));
+  return RunIpcOwner(IpcBlocksFromFlags(), GpusFromFlags().node,
+                     absl::GetFlag(FLAGS_ipc_handle_file));
 }
 #else
 absl::Status WithoutCuda() {

@@ -29,6 +29,14 @@ absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
   }
 }
 
+absl::Status TakeDevice(uint32_t device) {
+  const cudaError_t error = cudaSetDevice(static_cast<int>(device));
+  if (error == cudaErrorInvalidDevice) {
+    return absl::UnavailableError(absl::StrCat("there is no GPU ", device));
+  }
+  return CudaStatus(error, absl::StrCat("taking GPU ", device));
+}
+
 absl::StatusOr<cuda::DeviceBuffer> AllocateDevice(size_t bytes) {
   cuda::DeviceBuffer buffer;
   OKV_RETURN_IF_ERROR(

@@ -21,6 +21,9 @@ namespace okv {
 // kUnavailable without a usable device or driver, otherwise kInternal.
 absl::Status CudaStatus(cudaError_t error, absl::string_view what);
 
+// For the calling thread, from now on. kUnavailable naming the number when there is no such GPU.
+absl::Status TakeDevice(uint32_t device);
+
 absl::StatusOr<cuda::DeviceBuffer> AllocateDevice(size_t bytes);
 
 // Both wait for the copy. REQUIRES: the buffer holds `offset` bytes and the span's.

@@ -124,6 +124,7 @@ class ServiceRun {
 absl::Status ServiceRun::Prepare(const ServiceModelFactory& make_model) {
   rotations_ = MakeHadamardSet(options_.shape);
   report_->memory = options_.memory;
+  report_->gpus = options_.gpus;
   report_->shape = options_.shape;
   report_->block_bytes = options_.shape.block_bytes();
   report_->blocks = options_.blocks();
@@ -133,6 +134,7 @@ absl::Status ServiceRun::Prepare(const ServiceModelFactory& make_model) {
                                            .query_heads = options_.query_heads,
                                            .blocks = options_.blocks(),
                                            .rotations = &rotations_,
+                                           .gpus = options_.gpus,
                                            .seed = options_.seed}));
   report_->device = model_->device();
   std::vector<uint32_t> in_order(options_.blocks());
@@ -240,7 +242,7 @@ absl::Status ServiceRun::StartService() {
                                  .tls = options_.tls,
                                  .objects_bytes = payload_bytes()};
   if (service.tls.empty()) service.tls = UcxTransportOptions().tls;
-  if (model_->on_device()) service.device = 0;
+  if (model_->on_device()) service.gpus = options_.gpus;
   service.require_gpudirect = options_.require_gpudirect;
   OKV_ASSIGN_OR_RETURN(service_, LocalService::Start(service));
   const MemoryKind kind = model_->on_device() ? MemoryKind::kDevice : MemoryKind::kHost;
@@ -490,8 +492,11 @@ absl::StatusOr<ServiceReport> RunService(const ServiceOptions& options,
 }
 
 std::string ServiceReport::ToTable() const {
-  std::string table =
-      absl::StrFormat("%s, %s memory; %s, %d rounds\n", device, memory, ShapeText(*this), rounds);
+  std::string table = absl::StrFormat("%s, %s memory", device, memory);
+  if (memory == "device") {
+    absl::StrAppendFormat(&table, ", worker on GPU %d, node on GPU %d", gpus.worker, gpus.node);
+  }
+  absl::StrAppendFormat(&table, "; %s, %d rounds\n", ShapeText(*this), rounds);
   for (const ServicePeerRate& rate : peer_rates) {
     absl::StrAppendFormat(
         &table, "copies between two processes, %d streams: %.1f GB/s, the first time %.1f\n",
@@ -547,6 +552,8 @@ std::string ServiceReport::ToJson() const {
   nlohmann::ordered_json json = {{"command", "service"},
                                  {"device", device},
                                  {"memory", memory},
+                                 {"worker_gpu", gpus.worker},
+                                 {"node_gpu", gpus.node},
                                  {"layers", shape.layers},
                                  {"kv_heads", shape.kv_heads},
                                  {"head_dim", shape.head_dim},

@@ -18,6 +18,7 @@ namespace okv {
 // the CUDA runtime alone.
 struct ServiceOptions {
   std::string memory = "device";  // For messages; the factory decides.
+  GpuPair gpus;                   // Where device memory is.
   uint32_t tokens = 102400;       // Of history, a multiple of 64.
   BlockShape shape;
   uint32_t query_heads = 32;
@@ -72,6 +73,7 @@ struct ServicePeerRate {
 struct ServiceReport {
   std::string device;
   std::string memory;
+  GpuPair gpus;
   BlockShape shape;
   uint64_t block_bytes = 0;
   uint32_t blocks = 0;

@@ -119,7 +119,7 @@ class CudaModel final : public ServiceModel {
 };
 
 absl::Status CudaModel::Init() {
-  OKV_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(0), "taking GPU 0"));
+  OKV_RETURN_IF_ERROR(TakeDevice(options_.gpus.worker));
   OKV_ASSIGN_OR_RETURN(device_, CudaDeviceName());
   if (cuda::DecodeWorkspaceBytes(AttendShape()) == 0) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -419,7 +419,8 @@ absl::StatusOr<ServiceModelTimes> CudaModel::Measure(uint32_t rounds) {
 absl::Status CudaModel::StartPeer(const std::string& directory) {
   OKV_ASSIGN_OR_RETURN(copier_, BlockCopier::Create(kStreamsMax));
   OKV_ASSIGN_OR_RETURN(
-      peer_, IpcArena::Start(directory, {.block_bytes = block_bytes_, .blocks = options_.blocks}));
+      peer_, IpcArena::Start(directory, {.block_bytes = block_bytes_, .blocks = options_.blocks},
+                             options_.gpus.node));
   return absl::OkStatus();
 }
 

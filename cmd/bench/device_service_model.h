@@ -25,6 +25,7 @@ struct ServiceModelOptions {
   uint32_t query_heads = 32;
   uint32_t blocks = 0;
   const RotationSet* rotations = nullptr;  // Outlives the model.
+  GpuPair gpus;                            // Of a model in GPU memory: its own, and its peer's.
   uint64_t seed = 1;
 };
 
@@ -45,7 +46,7 @@ class ServiceModel {
 
   // "NVIDIA H200, CUDA driver 13.0".
   virtual std::string device() const = 0;
-  // Whether the pools are in GPU 0's memory; else in host memory.
+  // Whether the pools are in a GPU's memory; else in host memory.
   virtual bool on_device() const = 0;
   virtual absl::Span<uint8_t> sealed() = 0;   // [blocks] blocks
   virtual absl::Span<uint8_t> fetched() = 0;  // [blocks] blocks
@@ -79,8 +80,8 @@ class ServiceModel {
   // attention over it as in the last Attend(), and a copy: `rounds` rounds behind an untimed one.
   virtual absl::StatusOr<ServiceModelTimes> Measure(uint32_t rounds) = 0;
 
-  // Another process with as much memory of the same kind, to copy from without a service. Its files
-  // go to `directory`. kUnimplemented when there is no such copy.
+  // Another process with as much memory of the same kind, on the peer's GPU, to copy from without a
+  // service. Its files go to `directory`. kUnimplemented when there is no such copy.
   virtual absl::Status StartPeer(const std::string& directory) = 0;
   // Copies every block of that process to its slot of the fetched pool, on `streams` streams. The
   // seconds that it took.
@@ -93,7 +94,7 @@ using ServiceModelFactory =
 
 // In host memory, with the CPU's kernels on every core.
 absl::StatusOr<std::unique_ptr<ServiceModel>> CreateHostModel(const ServiceModelOptions& options);
-// On GPU 0. kUnavailable without one; kInvalidArgument for a shape that no kernel has. In builds
+// On its GPU. kUnavailable without it; kInvalidArgument for a shape that no kernel has. In builds
 // with CUDA.
 absl::StatusOr<std::unique_ptr<ServiceModel>> CreateCudaModel(const ServiceModelOptions& options);
 

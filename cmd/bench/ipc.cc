@@ -52,7 +52,8 @@ absl::Status Fill(const IpcBlocks& blocks, const cuda::DeviceBuffer& memory) {
 
 }  // namespace
 
-absl::Status RunIpcOwner(const IpcBlocks& blocks, const std::string& handle_file) {
+absl::Status RunIpcOwner(const IpcBlocks& blocks, uint32_t device, const std::string& handle_file) {
+  OKV_RETURN_IF_ERROR(TakeDevice(device));
   OKV_ASSIGN_OR_RETURN(const cuda::DeviceBuffer memory, AllocateDevice(blocks.bytes()));
   OKV_RETURN_IF_ERROR(Fill(blocks, memory));
   cudaIpcMemHandle_t handle;
@@ -65,16 +66,18 @@ absl::Status RunIpcOwner(const IpcBlocks& blocks, const std::string& handle_file
 }
 
 absl::StatusOr<std::unique_ptr<IpcArena>> IpcArena::Start(const std::string& directory,
-                                                          const IpcBlocks& blocks) {
+                                                          const IpcBlocks& blocks,
+                                                          uint32_t device) {
   auto arena = absl::WrapUnique(new IpcArena(blocks));
   const std::string file = absl::StrCat(directory, "/ipc.handle");
   OKV_ASSIGN_OR_RETURN(
       arena->owner_,
-      ChildProcess::Start({.argv = {ProgramPath("okv-bench"), "ipc_owner", "--ipc_handle_file",
-                                    file, "--ipc_block_bytes", absl::StrCat(blocks.block_bytes),
-                                    "--ipc_blocks", absl::StrCat(blocks.blocks)},
-                           .environment = {},
-                           .output_path = absl::StrCat(directory, "/ipc_owner.log")}));
+      ChildProcess::Start(
+          {.argv = {ProgramPath("okv-bench"), "ipc_owner", "--ipc_handle_file", file,
+                    "--ipc_block_bytes", absl::StrCat(blocks.block_bytes), "--ipc_blocks",
+                    absl::StrCat(blocks.blocks), "--node_gpu", absl::StrCat(device)},
+           .environment = {},
+           .output_path = absl::StrCat(directory, "/ipc_owner.log")}));
   OKV_RETURN_IF_ERROR(arena->owner_->WaitForFile(file, absl::Now() + kStartTimeout));
   OKV_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
   unlink(file.c_str());  // The next arena's child writes its own.
@@ -205,7 +208,7 @@ class IpcRun {
 absl::Status IpcRun::Prepare() {
   const IpcBlocks& blocks = options_.blocks;
   OKV_ASSIGN_OR_RETURN(directory_, ScratchDirectory::Create(options_.directory));
-  OKV_ASSIGN_OR_RETURN(arena_, IpcArena::Start(directory_->Path("."), blocks));
+  OKV_ASSIGN_OR_RETURN(arena_, IpcArena::Start(directory_->Path("."), blocks, options_.gpus.node));
   OKV_ASSIGN_OR_RETURN(copier_, BlockCopier::Create(*std::max_element(options_.streams.begin(),
                                                                       options_.streams.end())));
   OKV_ASSIGN_OR_RETURN(to_, AllocateDevice(blocks.bytes()));
@@ -269,7 +272,9 @@ absl::StatusOr<IpcReport> RunIpc(const IpcOptions& options) {
   OKV_RETURN_IF_ERROR(options.Validate());
   IpcReport report;
   report.blocks = options.blocks;
+  report.gpus = options.gpus;
   report.rounds = options.rounds;
+  OKV_RETURN_IF_ERROR(TakeDevice(options.gpus.worker));
   OKV_ASSIGN_OR_RETURN(report.device, CudaDeviceName());
   OKV_RETURN_IF_ERROR(IpcRun(options).Run(&report));
   return report;
@@ -277,10 +282,10 @@ absl::StatusOr<IpcReport> RunIpc(const IpcOptions& options) {
 
 std::string IpcReport::ToTable() const {
   std::string table = absl::StrFormat(
-      "%s; %d blocks of %d bytes, %.1f MB, %d rounds, GB/s one way by the wall clock\n%-36s %8s "
-      "%9s %9s\n",
-      device, blocks.blocks, blocks.block_bytes, static_cast<double>(blocks.bytes()) / 1e6, rounds,
-      "", "streams", "first", "median");
+      "%s, from GPU %d to %d; %d blocks of %d bytes, %.1f MB, %d rounds, GB/s one way by the wall "
+      "clock\n%-36s %8s %9s %9s\n",
+      device, gpus.node, gpus.worker, blocks.blocks, blocks.block_bytes,
+      static_cast<double>(blocks.bytes()) / 1e6, rounds, "", "streams", "first", "median");
   for (const IpcRate& rate : rates) {
     absl::StrAppendFormat(&table, "%-36s %8d %9.1f %9.1f\n", rate.name, rate.streams,
                           rate.first_bytes_per_second / 1e9, rate.bytes_per_second / 1e9);
@@ -289,10 +294,9 @@ std::string IpcReport::ToTable() const {
 }
 
 std::string IpcReport::ToJson() const {
-  nlohmann::ordered_json json = {{"command", "ipc"},
-                                 {"device", device},
-                                 {"blocks", blocks.blocks},
-                                 {"block_bytes", blocks.block_bytes},
+  nlohmann::ordered_json json = {{"command", "ipc"},          {"device", device},
+                                 {"worker_gpu", gpus.worker}, {"node_gpu", gpus.node},
+                                 {"blocks", blocks.blocks},   {"block_bytes", blocks.block_bytes},
                                  {"rounds", rounds}};
   json["rates"] = nlohmann::ordered_json::array();
   for (const IpcRate& rate : rates) {

@@ -12,9 +12,10 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cmd/bench/child.h"
+#include "cmd/bench/local_service.h"
 
-// What the CUDA runtime alone moves between two processes on one GPU, without a service: the
-// baseline of fetches from a node's device memory.
+// What the CUDA runtime alone moves between two processes, on one GPU or two, without a service:
+// the baseline of fetches from a node's device memory.
 namespace okv {
 
 // Blocks in the device memory of another process.
@@ -24,18 +25,19 @@ struct IpcBlocks {
   uint64_t bytes() const { return block_bytes * blocks; }
 };
 
-// The other process: allocates the blocks on the current device, fills each with bytes of its own
+// The other process: allocates the blocks on this device, fills each with bytes of its own
 // and writes the allocation's IPC handle to `handle_file`. Then waits to be killed: returns errors
 // only, kResourceExhausted when the device has no room.
-absl::Status RunIpcOwner(const IpcBlocks& blocks, const std::string& handle_file);
+absl::Status RunIpcOwner(const IpcBlocks& blocks, uint32_t device, const std::string& handle_file);
 
 // Blocks of a process that this one started and ends, mapped here. Thread-compatible.
 class IpcArena {
  public:
-  // `directory` is for the child's files. kUnavailable with the child's output when it did not come
-  // up, kInternal when the device does not map its memory. Blocks.
+  // `directory` is for the child's files, `device` is the one of its memory. kUnavailable with the
+  // child's output when it did not come up, kInternal when the current device does not map its
+  // memory. Blocks.
   static absl::StatusOr<std::unique_ptr<IpcArena>> Start(const std::string& directory,
-                                                         const IpcBlocks& blocks);
+                                                         const IpcBlocks& blocks, uint32_t device);
   ~IpcArena();
   IpcArena(const IpcArena&) = delete;
   IpcArena& operator=(const IpcArena&) = delete;
@@ -80,6 +82,7 @@ class BlockCopier {
 
 struct IpcOptions {
   IpcBlocks blocks;
+  GpuPair gpus;
   std::vector<uint32_t> streams = {1, 2, 4, 8};
   uint32_t rounds = 9;
   std::string directory = "/tmp";  // For the child's files, which go at the end.
@@ -100,6 +103,7 @@ struct IpcRate {
 struct IpcReport {
   std::string device;
   IpcBlocks blocks;
+  GpuPair gpus;
   uint32_t rounds = 0;
   std::vector<IpcRate> rates;
 

@@ -165,9 +165,9 @@ std::vector<std::string> LocalService::NodeCommand() const {
                                    "--ready_file",
                                    absl::StrCat(options_.directory, "/node.json")};
   const auto add = [&argv](const auto&... word) { argv.push_back(absl::StrCat(word...)); };
-  if (options_.device.has_value()) {
+  if (options_.gpus.has_value()) {
     add("--hbm_bytes=", bytes);
-    add("--hbm_device=", *options_.device);
+    add("--hbm_device=", options_.gpus->node);
     add("--require_gpudirect=", options_.require_gpudirect ? "true" : "false");
     add("--dram_bytes=", kDramBesideHbmBytes);
   } else {
@@ -206,8 +206,8 @@ absl::Status LocalService::StartPrograms() {
 absl::Status LocalService::Connect() {
   UcxTransportOptions ucx;
   ucx.tls = options_.tls;
-  if (options_.device.has_value()) {
-    OKV_ASSIGN_OR_RETURN(device_, OpenCudaDevice(*options_.device));
+  if (options_.gpus.has_value()) {
+    OKV_ASSIGN_OR_RETURN(device_, OpenCudaDevice(static_cast<int>(options_.gpus->worker)));
     ucx.device = device_.get();
     ucx.require_gpudirect = options_.require_gpudirect;
   }

@@ -37,14 +37,21 @@ struct BlockShape {
 // K's channels, 0.92 of V's.
 RotationSet MakeHadamardSet(const BlockShape& shape);
 
+// The GPUs of the worker and of the process that it copies from, by CUDA's numbers; they may be the
+// same. A plain value.
+struct GpuPair {
+  uint32_t worker = 0;
+  uint32_t node = 0;
+};
+
 struct LocalServiceOptions {
   std::string directory;  // For both programs' files, control.log and node.log; exists.
   BlockShape shape;
   std::string tls;         // The node's and the worker's transports, as UCX_TLS takes them.
   uint64_t objects_bytes;  // What the node must hold without spilling.
-  // The node holds it in this GPU's memory, and the worker's payloads and buffers may be there too;
-  // else in DRAM.
-  std::optional<int> device = std::nullopt;
+  // The node holds it in its GPU's memory, and the worker's payloads and buffers may be in that of
+  // its own; else in DRAM.
+  std::optional<GpuPair> gpus = std::nullopt;
   // kFailedPrecondition where only host memory leads from one to the other.
   bool require_gpudirect = false;
   absl::Duration start_timeout = absl::Seconds(120);
