@@ -95,7 +95,7 @@ absl::StatusOr<Assemblies::Joined> Assemblies::Join(const Share& share, int64_t 
     if (!is_here) found->second->parts_.push_back({.range = share.range});
     return Joined{.assembly = found->second, .is_here = is_here};
   }
-  OKV_ASSIGN_OR_RETURN(WriteClaim claim, table_->Claim(id));
+  OKV_ASSIGN_OR_RETURN(WriteClaim claim, table_->Claim(id, share.header.parent));
   auto assembly = std::make_shared<Assembly>();
   assembly->header_ = share.header;
   assembly->header_.checksums.assign(share.layout.runs_count(), 0);

@@ -57,6 +57,9 @@ class Assembly {
   // joined and not yet completed.
   absl::Status Store(const Share& share, absl::Span<const uint8_t> staged) const;
 
+  // See WriteClaim.
+  bool parent_is_here() const { return claim_.parent_is_here(); }
+
  private:
   friend class Assemblies;
   struct Part {

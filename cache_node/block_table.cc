@@ -34,7 +34,7 @@ void ObjectPin::Release() {
 }
 
 void WriteClaim::Release() {
-  if (table_ != nullptr) std::exchange(table_, nullptr)->Unclaim(id_);
+  if (table_ != nullptr) std::exchange(table_, nullptr)->Unclaim(*this);
 }
 
 BlockTable::~BlockTable() {
@@ -46,7 +46,8 @@ BlockTable::~BlockTable() {
   }
 }
 
-absl::StatusOr<WriteClaim> BlockTable::Claim(const ObjectId& id) {
+absl::StatusOr<WriteClaim> BlockTable::Claim(const ObjectId& id,
+                                             const std::optional<BlockKey>& parent) {
   MutexLock lock(&mu_);
   const auto found = entries_.find(id);
   if (found != entries_.end() && !found->second->doomed) {
@@ -56,7 +57,8 @@ absl::StatusOr<WriteClaim> BlockTable::Claim(const ObjectId& id) {
     return absl::AbortedError(absl::StrCat(
         id.Name(), found != entries_.end() ? " is still leaving" : " is being written"));
   }
-  return WriteClaim(this, id);
+  CountChild(parent, /*add=*/true);
+  return WriteClaim(this, id, parent, !parent.has_value() || IsHere(*parent));
 }
 
 void BlockTable::Commit(WriteClaim claim, ObjectRef object, Extent extent) {
@@ -66,6 +68,7 @@ void BlockTable::Commit(WriteClaim claim, ObjectRef object, Extent extent) {
   MutexLock lock(&mu_);
   claim.table_ = nullptr;  // Used up, under the same lock that makes the object visible.
   claims_.erase(id);
+  CountChild(claim.parent_, /*add=*/false);
   auto entry = std::make_unique<Entry>();
   entry->object = std::move(object);
   entry->used = ++uses_count_;
@@ -258,6 +261,15 @@ uint32_t BlockTable::ChildrenCount(const BlockKey& key) const {
   return found == children_.end() ? 0 : found->second;
 }
 
+bool BlockTable::IsHere(const BlockKey& key) const {
+  for (const Codec codec : kCodecs) {
+    const ObjectId id = {.key = key, .codec = codec};
+    const auto found = entries_.find(id);
+    if (claims_.contains(id) || (found != entries_.end() && !found->second->doomed)) return true;
+  }
+  return false;
+}
+
 std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
   std::vector<ColdObject> cold;
   absl::flat_hash_set<const Entry*> taken;
@@ -276,7 +288,7 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
     const ObjectHeader& header = entry->object->header;
     const auto children = taken_children.find(ShortKey(header.id.key));
     const uint32_t gone = children == taken_children.end() ? 0 : children->second;
-    if (entry->used > used_max || !MayLeave(*entry, query.with_memory) ||
+    if (entry->used > used_max || !MayLeave(*entry, query.in_memory) ||
         ChildrenCount(header.id.key) > gone || !taken.insert(entry).second) {
       return false;
     }
@@ -304,19 +316,18 @@ std::vector<ColdObject> BlockTable::Cold(const ColdQuery& query) {
   };
   for (const bool over_only : {true, false}) {
     if (over_only && !AnyTenantOver()) continue;
-    for (Entry* entry : on_disk_) {
-      if (taken_bytes >= query.bytes) break;
-      if (!over_only || over(*entry)) take_with_parents(entry);
+    const auto take_of = [&](const auto& list) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      for (Entry* entry : list) {
+        if (taken_bytes >= query.bytes) break;
+        if (!over_only || over(*entry)) take_with_parents(entry);
+      }
+    };
+    if (query.in_memory) {
+      take_of(in_dram_);
+      take_of(in_hbm_);
+    } else {
+      take_of(on_disk_);
     }
-  }
-  if (!query.with_memory) return cold;
-  for (Entry* entry : in_dram_) {
-    if (taken_bytes >= query.bytes) break;
-    take_with_parents(entry);
-  }
-  for (Entry* entry : in_hbm_) {
-    if (taken_bytes >= query.bytes) break;
-    take_with_parents(entry);
   }
   return cold;
 }
@@ -426,9 +437,10 @@ void BlockTable::Unpin(Entry* entry) {
   UnpinLocked(entry);
 }
 
-void BlockTable::Unclaim(const ObjectId& id) {
+void BlockTable::Unclaim(const WriteClaim& claim) {
   MutexLock lock(&mu_);
-  OKV_CHECK(claims_.erase(id) == 1);
+  OKV_CHECK(claims_.erase(claim.id_) == 1);
+  CountChild(claim.parent_, /*add=*/false);
 }
 
 void BlockTable::UnpinLocked(Entry* entry) {
@@ -507,9 +519,13 @@ void BlockTable::Count(const Entry& entry, bool add) {
   codec.logical_bytes += sign * entry.object->logical_bytes();
   stats_.objects_count += sign;
   entry.tenant->payload_bytes += sign * entry.object->header.payload_bytes;
-  if (!entry.object->header.parent.has_value()) return;
-  const auto children = children_.try_emplace(ShortKey(*entry.object->header.parent)).first;
-  children->second += static_cast<uint32_t>(sign);
+  CountChild(entry.object->header.parent, add);
+}
+
+void BlockTable::CountChild(const std::optional<BlockKey>& parent, bool add) {
+  if (!parent.has_value()) return;
+  const auto children = children_.try_emplace(ShortKey(*parent)).first;
+  children->second += add ? 1 : ~uint32_t{0};  // Modulo 2^32.
   if (children->second == 0) children_.erase(children);
 }
 

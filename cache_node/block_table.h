@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -104,25 +105,37 @@ class WriteClaim {
  public:
   WriteClaim() = default;
   WriteClaim(WriteClaim&& other) noexcept
-      : table_(std::exchange(other.table_, nullptr)), id_(other.id_) {}
+      : table_(std::exchange(other.table_, nullptr)),
+        id_(other.id_),
+        parent_(other.parent_),
+        parent_is_here_(other.parent_is_here_) {}
   WriteClaim& operator=(WriteClaim&& other) noexcept {
     if (this != &other) {
       Release();
       table_ = std::exchange(other.table_, nullptr);
       id_ = other.id_;
+      parent_ = other.parent_;
+      parent_is_here_ = other.parent_is_here_;
     }
     return *this;
   }
   ~WriteClaim() { Release(); }
   const ObjectId& id() const { return id_; }
+  // It has no parent, or that was here, or being written, when the claim was made: it is no block
+  // behind one that the node refused.
+  bool parent_is_here() const { return parent_is_here_; }
 
  private:
   friend class BlockTable;
-  WriteClaim(BlockTable* table, const ObjectId& id) : table_(table), id_(id) {}
+  WriteClaim(BlockTable* table, const ObjectId& id, const std::optional<BlockKey>& parent,
+             bool parent_is_here)
+      : table_(table), id_(id), parent_(parent), parent_is_here_(parent_is_here) {}
   void Release();
 
   BlockTable* table_ = nullptr;
   ObjectId id_;
+  std::optional<BlockKey> parent_;
+  bool parent_is_here_ = false;
 };
 
 // Everything counted once per object, whatever its copies.
@@ -162,8 +175,9 @@ class BlockTable {
   BlockTable& operator=(const BlockTable&) = delete;
 
   // kAlreadyExists when the object is held; kAborted when another write of it is under way, or an
-  // old copy is still leaving.
-  absl::StatusOr<WriteClaim> Claim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
+  // old copy is still leaving. While it is claimed it is a child of its parent.
+  absl::StatusOr<WriteClaim> Claim(const ObjectId& id, const std::optional<BlockKey>& parent)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // The claimed object is held from now on, its payload in `extent`, of HBM or DRAM.
   void Commit(WriteClaim claim, ObjectRef object, Extent extent) ABSL_LOCKS_EXCLUDED(mu_);
   struct Adopted {
@@ -216,12 +230,13 @@ class BlockTable {
   uint64_t UnpinAndEvictHbm(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct ColdQuery {
-    uint64_t bytes = 0;        // Until this much is found.
-    bool with_memory = false;  // Then also what DRAM and HBM hold, after what only the disk does.
+    uint64_t bytes = 0;      // Until this much is found.
+    bool in_memory = false;  // What DRAM and HBM hold, and what of the disk goes with it.
   };
-  // The least recently used objects that nobody pins: what may leave the node, with
-  // those of tenants over their budget first, as far as these are. Never a block before
-  // its children here: children come first, and one whose child is not among them is left out.
+  // The least recently used objects that nobody pins and, unless `in_memory`, only the disk holds:
+  // what may leave the node, with those of tenants over their budget first, as far as these are.
+  // Never a block before its children here, written or being written: children come first, and one
+  // whose child is not among them is left out.
   // O(what is looked at), under the table's lock.
   std::vector<ColdObject> Cold(const ColdQuery& query) ABSL_LOCKS_EXCLUDED(mu_);
   // Dooms those of `cold` of which that still holds, in order, and pins them. As after Doom, the
@@ -253,7 +268,7 @@ class BlockTable {
   Payload Hbm(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
   DiskPlace Place(const Entry* entry) const ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(Entry* entry) ABSL_LOCKS_EXCLUDED(mu_);
-  void Unclaim(const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
+  void Unclaim(const WriteClaim& claim) ABSL_LOCKS_EXCLUDED(mu_);
 
   void UnpinLocked(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PinColdestLocked(const ColdestQuery& query, bool over_only, uint64_t* bytes,
@@ -271,8 +286,11 @@ class BlockTable {
   static bool MayLeave(const Entry& entry, bool in_memory) {
     return entry.pins == 0 && !entry.doomed && (in_memory || !InMemory(entry));
   }
+  bool IsHere(const BlockKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   uint32_t ChildrenCount(const BlockKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   TableStats::PerCodec& CodecStats(const Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountChild(const std::optional<BlockKey>& parent, bool add)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Adds or takes away what the object counts as.
   void Count(const Entry& entry, bool add) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

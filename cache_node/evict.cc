@@ -50,24 +50,28 @@ absl::Status Evictor::MakeRoom(uint64_t bytes, uint64_t group_bytes) {
       window = limit;
       continue;
     }
-    if (plan.groups.empty() && group_bytes > 0) {
-      plan = Choose(parts_.table->Cold({.bytes = goal, .with_memory = true}), goal, room);
-    }
     if (plan.groups.empty()) {
       if (parts_.disk->ShortBytes(bytes) == 0) return absl::OkStatus();
       return absl::ResourceExhaustedError(absl::StrCat("the disk tier has room for ", room, " of ",
                                                        bytes, " bytes, and nothing on it may go"));
     }
-    const TierStats stats = parts_.disk->stats();
-    const bool limit_holds = stats.occupied_bytes + bytes + group_bytes <= limit;
-    OKV_RETURN_IF_ERROR(
-        Drop(plan, group_bytes,
-             limit_holds ? NodeMetrics::Eviction::kFreeFloor : NodeMetrics::Eviction::kDiskLimit));
+    OKV_RETURN_IF_ERROR(Drop(plan, group_bytes, ReasonFor(bytes + group_bytes)));
     const absl::flat_hash_set<uint32_t> chosen(plan.groups.begin(), plan.groups.end());
     for (const GroupUse& use : parts_.disk->Groups()) {
       if (chosen.contains(use.group)) stuck_.insert(use.group);
     }
   }
+}
+
+uint64_t Evictor::DropFromMemory(uint64_t bytes) {
+  absl::Status removed;  // A row that stays leads a restart to an object that is whole.
+  return Leave(parts_.table->Cold({.bytes = bytes, .in_memory = true}), ReasonFor(bytes), &removed);
+}
+
+NodeMetrics::Eviction Evictor::ReasonFor(uint64_t bytes) const {
+  const TierStats stats = parts_.disk->stats();
+  return stats.occupied_bytes + bytes <= stats.capacity_bytes ? NodeMetrics::Eviction::kFreeFloor
+                                                              : NodeMetrics::Eviction::kDiskLimit;
 }
 
 Evictor::Plan Evictor::Choose(std::vector<ColdObject> cold, uint64_t goal_bytes,
@@ -109,26 +113,39 @@ Evictor::Plan Evictor::Choose(std::vector<ColdObject> cold, uint64_t goal_bytes,
 }
 
 absl::Status Evictor::Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason) {
-  std::vector<ObjectPin> doomed = parts_.table->DoomCold(plan.cold);
+  absl::Status removed;
+  Leave(plan.cold, reason, &removed);
+  OKV_RETURN_IF_ERROR(removed);
+  OKV_RETURN_IF_ERROR(Move(plan.groups, group_bytes));
+  return parts_.disk->Flush();
+}
+
+uint64_t Evictor::Leave(const std::vector<ColdObject>& cold, NodeMetrics::Eviction reason,
+                        absl::Status* removed) {
   absl::flat_hash_set<ObjectId> over_budget;
-  for (const ColdObject& object : plan.cold) {
+  absl::flat_hash_set<ObjectId> only_in_memory;
+  for (const ColdObject& object : cold) {
     if (object.over_budget) over_budget.insert(object.id);
+    if (!object.place.known()) only_in_memory.insert(object.id);
   }
+  std::vector<ObjectPin> doomed = parts_.table->DoomCold(cold);
+  uint64_t memory_bytes = 0;
   std::vector<ObjectId> ids;
+  std::vector<ObjectId> on_disk;
   for (const ObjectPin& pin : doomed) {
     ids.push_back(pin.id());
+    if (!only_in_memory.contains(pin.id())) on_disk.push_back(pin.id());
+    if (!pin.memory().empty()) memory_bytes += pin.object().header.payload_bytes;
     parts_.metrics->Evicted(
         over_budget.contains(pin.id()) ? NodeMetrics::Eviction::kTenantBudget : reason,
         /*objects_count=*/1, pin.object().header.payload_bytes);
   }
   // A removal that fails leaves rows: a restart finds the objects again, whole.
-  const absl::Status removed = parts_.disk->RemoveAll(ids);
+  if (!on_disk.empty()) *removed = parts_.disk->RemoveAll(on_disk);
   for (ObjectPin& pin : doomed) parts_.table->Forget(std::move(pin));
   const absl::Status why = absl::ResourceExhaustedError("evicted: the disk tier is full");
   for (const ObjectId& id : ids) parts_.on_removed(id, why);
-  OKV_RETURN_IF_ERROR(removed);
-  OKV_RETURN_IF_ERROR(Move(plan.groups, group_bytes));
-  return parts_.disk->Flush();
+  return memory_bytes;
 }
 
 absl::Status Evictor::Move(const std::vector<uint32_t>& groups, uint64_t group_bytes) {

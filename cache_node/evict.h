@@ -39,9 +39,12 @@ class Evictor {
 
   // Evicts until the disk tier has room for `bytes` and, beside them, for one more group, which
   // moving warm objects takes; with 0 and 0, until limit and floor hold. kResourceExhausted when
-  // nothing more can go; other errors are the disk's. What DRAM holds goes only when otherwise
-  // nothing on disk could, because everything there has children in DRAM. Blocks on the disk.
+  // nothing more can go, be it that all of it has children in memory; other errors are the disk's.
+  // Blocks on the disk.
   absl::Status MakeRoom(uint64_t bytes, uint64_t group_bytes);
+  // For a node that cannot spill: the coldest of what memory holds leave the node, children before
+  // their parents, up to `bytes` of payload. Returns how much left memory, 0 when nothing may go.
+  uint64_t DropFromMemory(uint64_t bytes);
 
  private:
   struct Plan {
@@ -52,6 +55,11 @@ class Evictor {
   // at most `room_bytes` meanwhile.
   Plan Choose(std::vector<ColdObject> cold, uint64_t goal_bytes, uint64_t room_bytes);
   absl::Status Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason);
+  // Those of `cold` that still may leave the node. Returns their payload bytes that memory had.
+  uint64_t Leave(const std::vector<ColdObject>& cold, NodeMetrics::Eviction reason,
+                 absl::Status* removed);
+  // Why the disk tier has not `bytes` more.
+  NodeMetrics::Eviction ReasonFor(uint64_t bytes) const;
   // Writes what is left in the plan's groups into new ones.
   absl::Status Move(const std::vector<uint32_t>& groups, uint64_t group_bytes);
   absl::Status MoveSome(std::vector<ObjectPin> pins);

@@ -150,8 +150,9 @@ size_t HbmMover::SpillSome() {
 absl::StatusOr<Extent> HbmMover::AllocateDram(size_t bytes, bool may_wait) {
   if (!may_wait) return parts_.spiller->AllocateNow(bytes);
   std::promise<absl::StatusOr<Extent>> room;
-  parts_.spiller->Allocate(
-      bytes, [&room](absl::StatusOr<Extent> extent) { room.set_value(std::move(extent)); });
+  parts_.spiller->Allocate(bytes, /*may_drop=*/true, [&room](absl::StatusOr<Extent> extent) {
+    room.set_value(std::move(extent));
+  });
   return room.get_future().get();
 }
 

@@ -183,8 +183,9 @@ bool Rechecker::Check(Job* job) {
 
 absl::StatusOr<Extent> Rechecker::Allocate(size_t bytes) {
   std::promise<absl::StatusOr<Extent>> room;
-  parts_.spiller->Allocate(
-      bytes, [&room](absl::StatusOr<Extent> extent) { room.set_value(std::move(extent)); });
+  parts_.spiller->Allocate(bytes, /*may_drop=*/true, [&room](absl::StatusOr<Extent> extent) {
+    room.set_value(std::move(extent));
+  });
   return room.get_future().get();
 }
 
@@ -213,7 +214,7 @@ bool Rechecker::Rescue(Job* job, ObjectPin pin, const Payload& good, const absl:
 }
 
 bool Rechecker::Return(Job* job) {
-  absl::StatusOr<WriteClaim> claim = parts_.table->Claim(job->id);
+  absl::StatusOr<WriteClaim> claim = parts_.table->Claim(job->id, job->object->header.parent);
   if (absl::IsAborted(claim.status())) return false;  // Readers still hold the old entry.
   if (claim.ok()) {
     parts_.table->Commit(*std::move(claim), job->object, std::move(job->extent));

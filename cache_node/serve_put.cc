@@ -126,7 +126,8 @@ void DataPlane::FindRoom(const AssemblyRef& assembly) {
     }
   }
   parts_.spiller->Allocate(
-      assembly->block_bytes(), [this, assembly](absl::StatusOr<Extent> extent) {
+      assembly->block_bytes(), /*may_drop=*/assembly->parent_is_here(),
+      [this, assembly](absl::StatusOr<Extent> extent) {
         // Shared only because a posted function is copyable.
         auto moved = std::make_shared<absl::StatusOr<Extent>>(std::move(extent));
         parts_.transport->Post([this, assembly, moved] { OnRoom(assembly, std::move(*moved)); });

@@ -76,7 +76,7 @@ uint64_t Spiller::GroupBytes() const {
                    parts_.disk->stats().capacity_bytes / 16});
 }
 
-void Spiller::Allocate(size_t bytes, AllocateDone done) {
+void Spiller::Allocate(size_t bytes, bool may_drop, AllocateDone done) {
   absl::Status refused;
   {
     MutexLock lock(&mu_);
@@ -87,6 +87,7 @@ void Spiller::Allocate(size_t bytes, AllocateDone done) {
           absl::StrCat("DRAM is full, and ", waiters_.size(), " puts wait for room already"));
     } else if (!waiters_.empty()) {  // Nobody overtakes: a large payload would wait for ever.
       waiters_.push_back({.bytes = bytes,
+                          .may_drop = may_drop,
                           .deadline_nanos = parts_.clock->NowNanos() + options_.allocate_wait_nanos,
                           .done = std::move(done)});
       return;
@@ -103,6 +104,7 @@ void Spiller::Allocate(size_t bytes, AllocateDone done) {
     work_ = true;
     if (wait && !stopping_) {
       waiters_.push_back({.bytes = bytes,
+                          .may_drop = may_drop,
                           .deadline_nanos = parts_.clock->NowNanos() + options_.allocate_wait_nanos,
                           .done = std::exchange(done, nullptr)});
     }
@@ -152,10 +154,13 @@ void Spiller::Run() {
     }
     ServeWaiters();
     while (waiters_count() > 0 || AboveWatermark(options_.low_watermark)) {
-      const absl::StatusOr<uint64_t> freed = SpillGroup();
-      if (absl::IsResourceExhausted(freed.status())) {
+      const std::optional<bool> may_drop = FirstMayDrop();
+      const absl::StatusOr<uint64_t> freed = SpillGroup(may_drop.value_or(false));
+      // Who came meanwhile has his turn: nothing was dropped for him yet.
+      if (may_drop.has_value() && absl::IsResourceExhausted(freed.status())) {
         FailWaiters(
-            absl::ResourceExhaustedError(absl::StrCat("DRAM is full: ", freed.status().message())));
+            absl::ResourceExhaustedError(absl::StrCat("DRAM is full: ", freed.status().message())),
+            /*first_only=*/!*may_drop);
       }
       ServeWaiters();
       {
@@ -187,11 +192,16 @@ void Spiller::ServeWaiters() {
   }
 }
 
-void Spiller::FailWaiters(const absl::Status& status) {
+void Spiller::FailWaiters(const absl::Status& status, bool first_only) {
   std::deque<Waiter> waiters;
   {
     MutexLock lock(&mu_);
-    waiters.swap(waiters_);
+    if (first_only && !waiters_.empty()) {
+      waiters.push_back(std::move(waiters_.front()));
+      waiters_.pop_front();
+    } else {
+      waiters.swap(waiters_);
+    }
   }
   for (Waiter& waiter : waiters) waiter.done(status);
 }
@@ -201,7 +211,13 @@ size_t Spiller::waiters_count() const {
   return waiters_.size();
 }
 
-absl::StatusOr<uint64_t> Spiller::SpillGroup() {
+std::optional<bool> Spiller::FirstMayDrop() const {
+  MutexLock lock(&mu_);
+  if (waiters_.empty()) return std::nullopt;
+  return waiters_.front().may_drop;
+}
+
+absl::StatusOr<uint64_t> Spiller::SpillGroup(bool may_drop) {
   std::vector<ObjectPin> pins =
       parts_.table->PinColdest({.bytes = GroupBytes(), .objects_max = options_.group_objects_max});
   bool disk_full = false;
@@ -213,6 +229,8 @@ absl::StatusOr<uint64_t> Spiller::SpillGroup() {
   if (freed > 0) return freed;
   OKV_RETURN_IF_ERROR(status);
   if (disk_full) {
+    if (may_drop) freed = evictor_.DropFromMemory(GroupBytes());
+    if (freed > 0) return freed;
     return absl::ResourceExhaustedError(
         absl::StrCat("the disk tier has ", parts_.disk->stats().used_bytes, " of ",
                      parts_.disk->stats().capacity_bytes, " bytes in use"));

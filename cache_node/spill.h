@@ -65,11 +65,15 @@ class Spiller {
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Memory for a payload: `done` runs at once, or on the spill thread when room had to be made.
-  // kResourceExhausted when DRAM is full and nothing can go (disk full, everything pinned for
-  // allocate_wait_nanos, or waiters_max wait already): back off.
+  // `may_drop`: should the disk be full too, and nothing on it may go, what memory alone holds may
+  // leave the node for this payload, the coldest first. kResourceExhausted when DRAM is full and
+  // nothing can go (everything pinned for allocate_wait_nanos, or waiters_max wait already): back
+  // off.
   using AllocateDone = std::function<void(absl::StatusOr<Extent>)>;
-  void Allocate(size_t bytes, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
+  void Allocate(size_t bytes, bool may_drop, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
   size_t waiters_count() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Of the first one who waits; nothing when nobody does.
+  std::optional<bool> FirstMayDrop() const ABSL_LOCKS_EXCLUDED(mu_);
   // The same without waiting, and without a place among those who wait: what may go from DRAM at
   // once goes. kResourceExhausted when that is not enough.
   absl::StatusOr<Extent> AllocateNow(size_t bytes);
@@ -97,6 +101,7 @@ class Spiller {
  private:
   struct Waiter {
     size_t bytes;
+    bool may_drop;
     int64_t deadline_nanos;
     AllocateDone done;
   };
@@ -106,10 +111,12 @@ class Spiller {
   uint64_t GroupBytes() const;
   // Tries again for those who wait, in order; gives up on those past their deadline.
   void ServeWaiters() ABSL_LOCKS_EXCLUDED(mu_);
-  void FailWaiters(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // All, or the first one alone.
+  void FailWaiters(const absl::Status& status, bool first_only = false) ABSL_LOCKS_EXCLUDED(mu_);
   // Copies one group down and frees its DRAM copies. Returns the bytes freed: 0 when everything is
-  // pinned; kResourceExhausted when the disk is full.
-  absl::StatusOr<uint64_t> SpillGroup();
+  // pinned; kResourceExhausted when the disk is full. `may_drop`: what a full disk does not take
+  // may leave the node, for somebody who waits; his claim keeps the block before his.
+  absl::StatusOr<uint64_t> SpillGroup(bool may_drop);
   // Stores those of `pins` that the disk lacks. What is damaged leaves `pins`, and so do all of
   // these when the disk has no room for them: then *disk_full is set.
   absl::Status CopyDown(std::vector<ObjectPin>* pins, bool* disk_full);

@@ -20,7 +20,7 @@ class BlockTableTest : public testing::Test {
     return extent;
   }
   void Commit(const TestObject& object) {
-    absl::StatusOr<WriteClaim> claim = table_.Claim(object.id());
+    absl::StatusOr<WriteClaim> claim = table_.Claim(object.id(), object.header().parent);
     ASSERT_TRUE(claim.ok()) << claim.status();
     table_.Commit(*std::move(claim), object.object, Filled(object));
   }
@@ -48,7 +48,7 @@ class BlockTableTest : public testing::Test {
 TEST_F(BlockTableTest, ACommittedObjectIsPinnedWhereItWasReceived) {
   const TestObject object = MakeObject({.number = 1});
   EXPECT_TRUE(absl::IsNotFound(table_.Pin(object.id()).status()));
-  absl::StatusOr<WriteClaim> claim = table_.Claim(object.id());
+  absl::StatusOr<WriteClaim> claim = table_.Claim(object.id(), object.header().parent);
   ASSERT_TRUE(claim.ok());
   EXPECT_TRUE(absl::IsNotFound(table_.Pin(object.id()).status())) << "visible before its commit";
   Extent extent = Filled(object);
@@ -63,13 +63,14 @@ TEST_F(BlockTableTest, ACommittedObjectIsPinnedWhereItWasReceived) {
 TEST_F(BlockTableTest, OneWriterAtATime) {
   const TestObject object = MakeObject({.number = 1});
   {
-    const absl::StatusOr<WriteClaim> claim = table_.Claim(object.id());
+    const absl::StatusOr<WriteClaim> claim = table_.Claim(object.id(), object.header().parent);
     ASSERT_TRUE(claim.ok());
-    EXPECT_TRUE(absl::IsAborted(table_.Claim(object.id()).status()));
+    EXPECT_TRUE(absl::IsAborted(table_.Claim(object.id(), object.header().parent).status()));
   }
   Commit(object);  // The claim above was given up.
-  EXPECT_TRUE(absl::IsAlreadyExists(table_.Claim(object.id()).status()));
-  EXPECT_TRUE(table_.Claim(MakeObject({.number = 1, .codec = Codec::kBf16}).id()).ok());
+  EXPECT_TRUE(absl::IsAlreadyExists(table_.Claim(object.id(), object.header().parent).status()));
+  EXPECT_TRUE(
+      table_.Claim(MakeObject({.number = 1, .codec = Codec::kBf16}).id(), std::nullopt).ok());
 }
 
 TEST_F(BlockTableTest, APinnedObjectDoesNotLeaveDram) {
@@ -135,7 +136,7 @@ TEST_F(BlockTableTest, ADoomedObjectIsNotFoundAndItsMemoryLastsUntilTheLastPin) 
   EXPECT_TRUE(table_.Doom(finder));
   EXPECT_FALSE(table_.Doom(reader)) << "doomed twice";
   EXPECT_TRUE(absl::IsNotFound(table_.Pin(object.id()).status()));
-  EXPECT_TRUE(absl::IsAborted(table_.Claim(object.id()).status()));
+  EXPECT_TRUE(absl::IsAborted(table_.Claim(object.id(), object.header().parent).status()));
   EXPECT_TRUE(table_.Objects().empty());
   EXPECT_EQ(table_.stats().objects_count, 0u);
   table_.Forget(std::move(finder));

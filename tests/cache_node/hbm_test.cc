@@ -43,7 +43,7 @@ class HbmTest : public testing::Test {
 
   // As a put does: into HBM while it has memory, else into DRAM. Where it went.
   absl::StatusOr<std::string> Write(const TestObject& object) {
-    absl::StatusOr<WriteClaim> claim = table()->Claim(object.id());
+    absl::StatusOr<WriteClaim> claim = table()->Claim(object.id(), object.header().parent);
     if (!claim.ok()) return claim.status();
     absl::StatusOr<Extent> extent = mover()->Allocate(object.payload.size());
     if (!extent.ok()) extent = node_.AllocateAndWait(object.payload.size());

@@ -103,18 +103,19 @@ struct TestStorage {
 
   // As a put does, without the network: blocks until there is room.
   absl::Status Write(const TestObject& object) {
-    absl::StatusOr<WriteClaim> claim = storage->table()->Claim(object.id());
+    absl::StatusOr<WriteClaim> claim = storage->table()->Claim(object.id(), object.header().parent);
     if (!claim.ok()) return claim.status();
-    absl::StatusOr<Extent> extent = AllocateAndWait(object.payload.size());
+    absl::StatusOr<Extent> extent = AllocateAndWait(object.payload.size(), claim->parent_is_here());
     if (!extent.ok()) return extent.status();
     std::copy(object.payload.begin(), object.payload.end(), extent->span().data());
     storage->table()->Commit(*std::move(claim), object.object, *std::move(extent));
     return absl::OkStatus();
   }
-  absl::StatusOr<Extent> AllocateAndWait(size_t bytes) {
+  absl::StatusOr<Extent> AllocateAndWait(size_t bytes, bool may_drop = true) {
     std::promise<absl::StatusOr<Extent>> promise;
-    storage->spiller()->Allocate(
-        bytes, [&promise](absl::StatusOr<Extent> extent) { promise.set_value(std::move(extent)); });
+    storage->spiller()->Allocate(bytes, may_drop, [&promise](absl::StatusOr<Extent> extent) {
+      promise.set_value(std::move(extent));
+    });
     return promise.get_future().get();
   }
   // As a fetch does, without the network.

@@ -257,7 +257,8 @@ TEST_F(ServeTest, AnObjectIsWrittenOnce) {
   EXPECT_TRUE(absl::IsAlreadyExists(worker->Put(Offer(object), object.payload)));
 
   const TestObject other = MakeObject({.number = 2});
-  const absl::StatusOr<WriteClaim> claim = node_.storage->table()->Claim(other.id());
+  const absl::StatusOr<WriteClaim> claim =
+      node_.storage->table()->Claim(other.id(), other.header().parent);
   EXPECT_TRUE(absl::IsAborted(worker->Put(Offer(other), other.payload)));
   EXPECT_EQ(committed().size(), 1u);
 }

@@ -106,10 +106,12 @@ TEST(SpillTest, WhoWaitsForPinnedMemoryGivesUpAfterAWhile) {
   std::promise<absl::Status> gave_up;
   std::promise<absl::Status> second;
   node.storage->spiller()->Allocate(
-      kBf16Bytes, [&](absl::StatusOr<Extent> extent) { gave_up.set_value(extent.status()); });
+      kBf16Bytes, /*may_drop=*/true,
+      [&](absl::StatusOr<Extent> extent) { gave_up.set_value(extent.status()); });
   clock.AdvanceNanos(SpillerOptions().allocate_wait_nanos - 1);
   node.storage->spiller()->Allocate(
-      kBf16Bytes, [&](absl::StatusOr<Extent> extent) { second.set_value(extent.status()); });
+      kBf16Bytes, /*may_drop=*/true,
+      [&](absl::StatusOr<Extent> extent) { second.set_value(extent.status()); });
   clock.AdvanceNanos(1);
   EXPECT_TRUE(absl::IsResourceExhausted(gave_up.get_future().get()));
   all = Extent();  // The second waiter has time left, and now there is room.
@@ -127,7 +129,8 @@ TEST(SpillTest, StoppingFailsWhoWaits) {
     const Extent all = *node.AllocateAndWait(uint64_t{1} << 20);
     std::promise<absl::Status> waiting;
     node.storage->spiller()->Allocate(
-        kBf16Bytes, [&](absl::StatusOr<Extent> extent) { waiting.set_value(extent.status()); });
+        kBf16Bytes, /*may_drop=*/true,
+        [&](absl::StatusOr<Extent> extent) { waiting.set_value(extent.status()); });
     node.storage->StopSpilling();
     EXPECT_TRUE(absl::IsUnavailable(waiting.get_future().get()));
     EXPECT_TRUE(absl::IsUnavailable(node.AllocateAndWait(kBf16Bytes).status()));

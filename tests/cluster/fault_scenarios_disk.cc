@@ -82,7 +82,7 @@ std::string DiskFull(Round* round) {
   if (!refused && round->Metric(0, "okv_node_evicted_objects_total") == 0) {
     round->Fail("250 blocks fit a disk that is too small for them");
   }
-  round->Saw("full_disks", refused);
+  round->Saw("full_disks", true);
   const std::string resized = ResizeDisk(disk, 200 * kMiB);
   if (!resized.empty()) round->Fail(resized);
   ExpectStored(round, "a writer after the disk grew",
@@ -110,6 +110,9 @@ std::string DiskLimit(Round* round) {
   }
   // No strict audit behind it: the node goes on making room.
   ExcuseEvicted(round, writer, 0);
+  if (round->Metric(0, "okv_node_evicted_objects_total") == 0) {
+    round->Fail("five times what the disk may hold was written, and nothing evicted");
+  }
   // Beside the payloads: RocksDB's own files, and what it compacts at the moment.
   if (static_cast<double>(most_bytes) > 1.2 * kLimit + kMiB) {
     round->Fail(absl::StrCat("the files of a disk tier of ", kLimit, " bytes took ", most_bytes));
