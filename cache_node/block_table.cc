@@ -166,6 +166,7 @@ std::vector<ObjectPin> BlockTable::PinColdest(const ColdestQuery& query) {
   std::vector<ObjectPin> pins;
   uint64_t bytes = 0;
   MutexLock lock(&mu_);
+  if (query.where == Where::kOnDiskToo && clean_in_dram_ == 0) return pins;
   for (const bool over_only : {true, false}) {
     if (over_only && !AnyTenantOver()) continue;
     PinColdestLocked(query, over_only, &bytes, &pins);
@@ -190,6 +191,7 @@ std::vector<ObjectPin> BlockTable::PinColdestInHbm(const HbmQuery& query) {
   std::vector<ObjectPin> pins;
   uint64_t bytes = 0;
   MutexLock lock(&mu_);
+  if (query.where == InHbm::kElsewhereToo && clean_in_hbm_ == 0) return pins;
   for (const bool over_only : {true, false}) {
     if (over_only && !AnyTenantOver()) continue;
     for (Entry* entry : in_hbm_) {
@@ -459,6 +461,7 @@ void BlockTable::SetHbm(Entry* entry, Extent extent) {
   entry->hbm = hbm_->Adopt(entry->object, std::move(extent));
   in_hbm_.PushBack(entry);
   if (!entry->doomed) ++CodecStats(*entry).hbm_objects;
+  CountClean(entry);
 }
 
 void BlockTable::DropHbm(Entry* entry) {
@@ -466,6 +469,7 @@ void BlockTable::DropHbm(Entry* entry) {
   HbmList::Remove(entry);
   entry->hbm = {};
   if (!entry->doomed) --CodecStats(*entry).hbm_objects;
+  CountClean(entry);
 }
 
 void BlockTable::SetDram(Entry* entry, Extent extent) {
@@ -473,6 +477,7 @@ void BlockTable::SetDram(Entry* entry, Extent extent) {
   entry->dram = dram_->Adopt(entry->object, std::move(extent));
   in_dram_.PushBack(entry);
   if (!entry->doomed) ++CodecStats(*entry).dram_objects;
+  CountClean(entry);
 }
 
 void BlockTable::DropDram(Entry* entry) {
@@ -480,6 +485,7 @@ void BlockTable::DropDram(Entry* entry) {
   DramList::Remove(entry);
   entry->dram = {};
   if (!entry->doomed) --CodecStats(*entry).dram_objects;
+  CountClean(entry);
 }
 
 void BlockTable::SetPlace(Entry* entry, const DiskPlace& place) {
@@ -493,6 +499,7 @@ void BlockTable::SetPlace(Entry* entry, const DiskPlace& place) {
   std::unique_ptr<GroupList>& group = groups_[place.group];
   if (group == nullptr) group = std::make_unique<GroupList>();
   group->PushBack(entry);
+  CountClean(entry);
 }
 
 void BlockTable::LeaveGroup(Entry* entry) {
@@ -506,6 +513,15 @@ void BlockTable::DropPlace(Entry* entry) {
   DiskList::Remove(entry);
   entry->place = {};
   --CodecStats(*entry).disk_objects;
+  CountClean(entry);
+}
+
+void BlockTable::CountClean(Entry* entry) {
+  const bool on_disk = entry->place.known();
+  const bool in_hbm = !entry->hbm.empty() && (on_disk || !entry->dram.empty());
+  const bool in_dram = !entry->dram.empty() && on_disk;
+  clean_in_hbm_ += uint64_t{in_hbm} - uint64_t{std::exchange(entry->clean_in_hbm, in_hbm)};
+  clean_in_dram_ += uint64_t{in_dram} - uint64_t{std::exchange(entry->clean_in_dram, in_dram)};
 }
 
 TableStats::PerCodec& BlockTable::CodecStats(const Entry& entry) {

@@ -52,8 +52,10 @@ struct TableEntry : ListHook<InHbm>, ListHook<InDram>, ListHook<OnDisk>, ListHoo
   uint64_t loaded = 0;  // The table's count of loaded bytes at the last load; 0: none.
   uint64_t missed = 0;  // The same of uses that HBM could not serve.
   uint32_t pins = 0;
-  bool doomed = false;    // Nobody may pin it any more.
-  bool released = false;  // Doomed, and its disk copy is gone: the last unpin forgets it.
+  bool clean_in_hbm = false;   // As counted: in HBM, and elsewhere too.
+  bool clean_in_dram = false;  // In DRAM, and on disk too.
+  bool doomed = false;         // Nobody may pin it any more.
+  bool released = false;       // Doomed, and its disk copy is gone: the last unpin forgets it.
 };
 }  // namespace internal
 
@@ -282,6 +284,8 @@ class BlockTable {
   void SetPlace(Entry* entry, const DiskPlace& place) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LeaveGroup(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DropPlace(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // After every change of where the entry is.
+  void CountClean(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   static bool InMemory(const Entry& entry) { return !entry.dram.empty() || !entry.hbm.empty(); }
   static bool MayLeave(const Entry& entry, bool in_memory) {
     return entry.pins == 0 && !entry.doomed && (in_memory || !InMemory(entry));
@@ -318,6 +322,9 @@ class BlockTable {
   // By the parent's key, of which the first 8 bytes do: a collision only makes a block stay longer.
   absl::flat_hash_map<uint64_t, uint32_t> children_ ABSL_GUARDED_BY(mu_);
   TableStats stats_ ABSL_GUARDED_BY(mu_);
+  // What could leave HBM, or DRAM, at once. Mostly 0: spilled copies go right away.
+  uint64_t clean_in_hbm_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t clean_in_dram_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace okv

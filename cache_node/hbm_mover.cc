@@ -95,8 +95,13 @@ void HbmMover::Used(const ObjectPin& pin) {
   if (!again && static_cast<double>(hbm.used_bytes + bytes) > free_limit) return;
   ObjectPin held = parts_.table->PinAgain(pin);
   MutexLock lock(&mu_);
-  if (stopping_ || promotions_.size() >= options_.promotions_max) return;
-  promotions_.push_back(std::move(held));
+  // They pin what DRAM may have to give away, for a spill from HBM too.
+  const uint64_t bytes_max = parts_.dram->stats().capacity_bytes / 16;
+  const bool fits = promotions_.empty() || promotions_bytes_ + bytes <= bytes_max;
+  if (!stopping_ && fits && promotions_.size() < options_.promotions_max) {
+    promotions_.push_back(std::move(held));
+    promotions_bytes_ += bytes;
+  }
   wake_.Signal();
 }
 
@@ -112,6 +117,7 @@ void HbmMover::Run() {
       if (stopping_) return;
       work = std::exchange(work_, false);
       promotions.swap(promotions_);
+      promotions_bytes_ = 0;
     }
     rest = false;
     Promote(std::move(promotions));
@@ -253,10 +259,10 @@ void HbmMover::PromoteGroup(std::vector<ObjectPin> pins) {
       parts_.table->AttachHbm(moved[i], std::move(extents[i]));
       continue;
     }
-    // DRAM's copy, or the way up: only the first is a reason to give the object up.
+    // DRAM's copy, or the way up: only the first is a reason to look at the object.
     const absl::Status below = parts_.spiller->Verify(moved[i].object(), moved[i].memory());
     if (absl::IsDataLoss(below)) {
-      parts_.spiller->Quarantine(std::move(moved[i]), *parts_.dram, below);
+      parts_.on_damaged(moved[i].object().tenant, moved[i].id());
     } else {
       Note(checks[i]);
     }

@@ -26,7 +26,7 @@ struct HbmMoverOptions {
   // and of DRAM, but one object.
   uint64_t group_bytes_max = uint64_t{64} << 20;
   size_t group_objects_max = 1024;
-  // Each holds a pin.
+  // Each holds a pin, and with it memory in DRAM: all of them at most a sixteenth of that.
   size_t promotions_max = 1024;
 
   // kInvalidArgument naming the field.
@@ -44,6 +44,8 @@ class HbmMover {
     BlockTable* table;
     Spiller* spiller;  // Gives memory in DRAM, and quarantines.
     NodeMetrics* metrics;
+    // A copy of the object is damaged, perhaps not all.
+    std::function<void(const std::string& tenant, const ObjectId& id)> on_damaged;
     std::function<void(const std::string& line)> log;
   };
   // REQUIRES: options.Validate() is OK. The parts outlive it.
@@ -95,6 +97,7 @@ class HbmMover {
   mutable Mutex mu_;
   CondVar wake_;
   std::vector<ObjectPin> promotions_ ABSL_GUARDED_BY(mu_);
+  uint64_t promotions_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   bool work_ ABSL_GUARDED_BY(mu_) = false;  // Somebody saw HBM above the high watermark.
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };

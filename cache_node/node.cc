@@ -102,10 +102,14 @@ absl::Status Node::StartParts() {
     // The spill thread may evict before there is a membership: the inventory comes after that.
     if (Membership* membership = live_membership_.load()) membership->Removed(id);
   };
-  OKV_ASSIGN_OR_RETURN(storage_, Storage::Open(MakeStorageOptions(), {.metrics = &metrics_,
-                                                                      .clock = clock_,
-                                                                      .on_removed = on_removed,
-                                                                      .log = log_}));
+  OKV_ASSIGN_OR_RETURN(
+      storage_, Storage::Open(MakeStorageOptions(),
+                              {.metrics = &metrics_,
+                               .clock = clock_,
+                               .on_removed = on_removed,
+                               .on_damaged = [this](const std::string& tenant,
+                                                    const ObjectId& id) { OnDamaged(tenant, id); },
+                               .log = log_}));
   OKV_RETURN_IF_ERROR(transport_->RegisterMemory(storage_->pool()->arena()));
   if (BlockPool* hbm = storage_->hbm_pool()) {
     OKV_RETURN_IF_ERROR(transport_->RegisterMemory(hbm->arena(), MemoryKind::kDevice));
@@ -173,18 +177,22 @@ absl::Status Node::Join() {
   drain.control_address = options_.control_address;
   drain.node_id = storage_->node_id();
   drainer_ = std::make_unique<Drainer>(
-      drain,
-      Drainer::Parts{.transport = transport_.get(),
-                     .table = storage_->table(),
-                     .spiller = storage_->spiller(),
-                     .formats = storage_->formats(),
-                     .clock = clock_,
-                     .epoch = [this] { return membership_->epoch(); },
-                     .on_damaged = [this](const std::string& tenant,
-                                          const ObjectId& id) { data_plane_->Recheck(tenant, id); },
-                     .log = log_});
+      drain, Drainer::Parts{.transport = transport_.get(),
+                            .table = storage_->table(),
+                            .spiller = storage_->spiller(),
+                            .formats = storage_->formats(),
+                            .clock = clock_,
+                            .epoch = [this] { return membership_->epoch(); },
+                            .on_damaged = [this](const std::string& tenant,
+                                                 const ObjectId& id) { OnDamaged(tenant, id); },
+                            .log = log_});
   live_drainer_ = drainer_.get();
   return membership_->Start(options_.control_timeout);
+}
+
+// Before there is a data plane nobody uses what could be found damaged.
+void Node::OnDamaged(const std::string& tenant, const ObjectId& id) {
+  data_plane_->Recheck(tenant, id);
 }
 
 Node::~Node() {

@@ -71,6 +71,7 @@ class Node {
   Node(const NodeOptions& options, std::unique_ptr<Transport> transport, const Clock* clock,
        std::function<void(const std::string& line)> log);
   absl::Status StartParts();
+  void OnDamaged(const std::string& tenant, const ObjectId& id);
   absl::Status Join();
   StorageOptions MakeStorageOptions() const;
   MembershipOptions MakeMembershipOptions() const;

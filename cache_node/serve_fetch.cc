@@ -390,7 +390,9 @@ void DataPlane::NoteHbm(Session* session, const Delivery& delivery) {
                             "' reads HBM by ", session->device_path, " (",
                             session->connection->description(), ")"));
   }
-  parts_.metrics->HbmSent(session->device_path,
+  // Ranges are gathered in host memory.
+  const bool staged = delivery.staged.has_memory();
+  parts_.metrics->HbmSent(staged ? "staged" : session->device_path,
                           delivery.range.bytes(session->layout, delivery.id.codec));
 }
 

@@ -57,6 +57,7 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
                                                               .table = storage->table_.get(),
                                                               .spiller = storage->spiller_.get(),
                                                               .metrics = parts.metrics,
+                                                              .on_damaged = parts.on_damaged,
                                                               .log = parts.log});
   storage->hbm_mover_->Start();
   return storage;
@@ -64,6 +65,7 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
 
 Storage::~Storage() {
   if (spiller_ != nullptr) StopSpilling();
+  if (locking_device_ != nullptr) locking_device_->UnlockHostMemory(pool_->arena());
 }
 
 absl::Status Storage::OpenHbm(const StorageOptions& options) {
@@ -74,6 +76,7 @@ absl::Status Storage::OpenHbm(const StorageOptions& options) {
   // Spills and promotions then run at the speed of the link: without it the driver copies through
   // a buffer of its own.
   const absl::Status locked = device->LockHostMemory(pool_->arena());
+  if (locked.ok()) locking_device_ = device;
   if (!locked.ok()) parts_.log(absl::StrCat("DRAM stays pageable: ", locked.message()));
   parts_.log(
       absl::StrCat("HBM tier of ", hbm_pool_->capacity_bytes() >> 20, " MiB on ", device->name()));

@@ -43,6 +43,8 @@ class Storage {
     NodeMetrics* metrics;
     const Clock* clock;
     std::function<void(const ObjectId& id, const absl::Status& why)> on_removed;
+    // A promotion found a damaged copy, perhaps one of several: every copy is to be looked at.
+    std::function<void(const std::string& tenant, const ObjectId& id)> on_damaged = {};
     std::function<void(const std::string& line)> log;
   };
   // Opens the directory, takes over every object it holds (reading the index only), maps and
@@ -83,6 +85,7 @@ class Storage {
   std::unique_ptr<RocksdbTier> disk_;
   std::unique_ptr<Formats> formats_;
   std::unique_ptr<BlockPool> pool_;
+  DeviceMemory* locking_device_ = nullptr;  // Of the pool's memory, if there is one.
   std::unique_ptr<DramTier> dram_;
   std::unique_ptr<BlockPool> hbm_pool_;
   std::unique_ptr<HbmTier> hbm_;

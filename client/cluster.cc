@@ -215,7 +215,7 @@ absl::Status ClusterClient::Open() {
   return RetryConnecting(options_, [this] { return RenewTicket(options_.rpc_timeout); });
 }
 
-absl::StatusOr<MemoryKind> ClusterClient::KindOf(const uint8_t* memory,
+absl::StatusOr<MemoryKind> ClusterClient::KindOf(absl::Span<const uint8_t> memory,
                                                  std::optional<MemoryKind> said) const {
   DeviceMemory* device = options_.device;
   if (device == nullptr) {
@@ -224,11 +224,19 @@ absl::StatusOr<MemoryKind> ClusterClient::KindOf(const uint8_t* memory,
     }
     return MemoryKind::kHost;
   }
-  const MemoryKind kind = said.has_value()       ? *said
-                          : device->Owns(memory) ? MemoryKind::kDevice
-                                                 : MemoryKind::kHost;
-  if (kind == MemoryKind::kDevice && reinterpret_cast<uintptr_t>(memory) % 16 != 0) {
+  MemoryKind kind = MemoryKind::kHost;
+  if (said.has_value()) {
+    kind = *said;
+  } else {
+    OKV_ASSIGN_OR_RETURN(kind, device->KindOf(memory.data()));
+  }
+  if (kind == MemoryKind::kHost) return kind;
+  if (reinterpret_cast<uintptr_t>(memory.data()) % 16 != 0) {
     return absl::InvalidArgumentError("in a device's memory it must be on a multiple of 16");
+  }
+  if (!transport_->has_device_memory(memory)) {
+    return absl::InvalidArgumentError(
+        "it is in a device's memory, but not within what was registered with the transport");
   }
   return kind;
 }

@@ -136,7 +136,10 @@ class Cluster {
   //
   // Items whose buffers lie side by side, in their order, may travel together from a node where the
   // objects lie so too: with a buffer for each block and no gaps between them a fetch between GPUs
-  // takes few transfers. Work that is queued on the device after Fetch returned sees the bytes.
+  // takes few transfers. Work that is queued on the device after Fetch returned sees the bytes; what
+  // still reads such a buffer must be done before the call, for transfers wait for no stream.
+  // kInvalidArgument for a buffer in a device's memory that was not registered with the transport,
+  // or in another device's.
   //
   // A tensor-parallel rank names its heads in `range` (what it leaves out is all of them, as of the
   // layers): a buffer then holds the range's own bytes, the first layer's runs of these heads, then

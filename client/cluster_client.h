@@ -56,7 +56,8 @@ class ClusterClient final : public Cluster {
   };
 
   // Which memory a buffer is in. kInvalidArgument for a device's without a device, or misaligned.
-  absl::StatusOr<MemoryKind> KindOf(const uint8_t* memory, std::optional<MemoryKind> said) const;
+  absl::StatusOr<MemoryKind> KindOf(absl::Span<const uint8_t> memory,
+                                    std::optional<MemoryKind> said) const;
   // One OpenSession; replaces the ticket.
   absl::Status RenewTicket(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // A ticket with at least half of its life left, if the control plane can be reached.

@@ -75,22 +75,47 @@ struct Areas {
         bytes(out_at + out_bytes) {}
 };
 
+// Calls that may stand in the middle of an engine's: while it lives, the device is the calling
+// thread's, and what the thread does is no part of a graph that another thread captures (global
+// capture forbids everybody cudaMalloc and cudaEventQuery). Both are as before afterwards.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    static_cast<void>(cudaGetDevice(&before_));
+    error_ = cudaSetDevice(device);
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&capture_mode_));
+  }
+  ~OnDevice() {
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&capture_mode_));
+    static_cast<void>(cudaSetDevice(before_));
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_ = cudaSuccess;
+  cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class CudaDevice final : public DeviceMemory {
  public:
   CudaDevice(int device, std::string name, bool flush_writes)
       : device_(device), name_(std::move(name)), flush_writes_(flush_writes) {}
   ~CudaDevice() override {
-    static_cast<void>(cudaSetDevice(device_));
-    for (void* memory : locked_) static_cast<void>(cudaHostUnregister(memory));
+    const OnDevice current(device_);
     lanes_.clear();
   }
 
   std::string name() const override { return name_; }
-  absl::Status MakeCurrent() override { return Check("cannot be used", cudaSetDevice(device_)); }
+  absl::Status MakeCurrent() override;
   absl::StatusOr<uint8_t*> Allocate(uint64_t bytes) override;
   void Free(uint8_t* memory) override;
-  bool Owns(const void* address) const override;
-  absl::Status LockHostMemory(absl::Span<uint8_t> memory) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<MemoryKind> KindOf(const void* address) const override;
+  absl::Status LockHostMemory(absl::Span<uint8_t> memory) override;
+  void UnlockHostMemory(absl::Span<uint8_t> memory) override;
   absl::Status Copy(absl::Span<const MemoryCopy> copies) override;
   absl::StatusOr<std::vector<std::vector<uint32_t>>> Checksum(
       absl::Span<const DeviceRuns> blocks) override;
@@ -121,7 +146,6 @@ class CudaDevice final : public DeviceMemory {
 
   Mutex mu_;
   std::vector<std::unique_ptr<Lane>> lanes_ ABSL_GUARDED_BY(mu_);  // Not in use.
-  std::vector<void*> locked_ ABSL_GUARDED_BY(mu_);
 };
 
 absl::Status CudaDevice::Check(absl::string_view what, cudaError_t error) const {
@@ -130,8 +154,15 @@ absl::Status CudaDevice::Check(absl::string_view what, cudaError_t error) const 
   return absl::UnavailableError(absl::StrCat(name_, ": ", what, ": ", cudaGetErrorString(error)));
 }
 
+absl::Status CudaDevice::MakeCurrent() {
+  OKV_RETURN_IF_ERROR(Check("cannot be used", cudaSetDevice(device_)));
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // See OnDevice.
+  return Check("cannot be used", cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
 absl::StatusOr<uint8_t*> CudaDevice::Allocate(uint64_t bytes) {
-  OKV_RETURN_IF_ERROR(MakeCurrent());
+  const OnDevice current(device_);
+  OKV_RETURN_IF_ERROR(Check("cannot be used", current.error()));
   void* memory = nullptr;
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaSuccess) return static_cast<uint8_t*>(memory);
@@ -145,36 +176,37 @@ absl::StatusOr<uint8_t*> CudaDevice::Allocate(uint64_t bytes) {
 }
 
 void CudaDevice::Free(uint8_t* memory) {
-  static_cast<void>(cudaSetDevice(device_));
+  const OnDevice current(device_);
   // A failed free has no one to tell: the context is gone, and the memory with it.
   static_cast<void>(cudaFree(memory));
 }
 
-bool CudaDevice::Owns(const void* address) const {
+absl::StatusOr<MemoryKind> CudaDevice::KindOf(const void* address) const {
+  const OnDevice current(device_);
   cudaPointerAttributes attributes = {};
   if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
-    return false;
+    return MemoryKind::kHost;  // CUDA does not know it.
   }
-  return attributes.type == cudaMemoryTypeDevice && attributes.device == device_;
+  if (attributes.type != cudaMemoryTypeDevice) return MemoryKind::kHost;
+  if (attributes.device == device_) return MemoryKind::kDevice;
+  return absl::InvalidArgumentError(
+      absl::StrCat("it is in the memory of cuda:", attributes.device, ", not of ", name_));
 }
 
 absl::Status CudaDevice::LockHostMemory(absl::Span<uint8_t> memory) {
-  OKV_RETURN_IF_ERROR(MakeCurrent());
-  const cudaError_t error =
-      cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable);
-  if (error == cudaErrorHostMemoryAlreadyRegistered) {
-    static_cast<void>(cudaGetLastError());
-    return absl::OkStatus();  // UCX's doing, when it knows CUDA.
-  }
-  OKV_RETURN_IF_ERROR(Check("cudaHostRegister", error));
-  MutexLock lock(&mu_);
-  locked_.push_back(memory.data());
-  return absl::OkStatus();
+  const OnDevice current(device_);
+  OKV_RETURN_IF_ERROR(Check("cannot be used", current.error()));
+  return Check("cudaHostRegister",
+               cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable));
+}
+
+void CudaDevice::UnlockHostMemory(absl::Span<uint8_t> memory) {
+  const OnDevice current(device_);
+  static_cast<void>(cudaHostUnregister(memory.data()));
 }
 
 absl::StatusOr<std::unique_ptr<Lane>> CudaDevice::TakeLane() {
-  OKV_RETURN_IF_ERROR(MakeCurrent());
   {
     MutexLock lock(&mu_);
     if (!lanes_.empty()) {
@@ -197,7 +229,8 @@ void CudaDevice::GiveLane(std::unique_ptr<Lane> lane) {
 }
 
 absl::Status CudaDevice::Reserve(Lane* lane, size_t bytes) {
-  if (lane->device.bytes() >= bytes) return absl::OkStatus();
+  // Without the host's area an earlier call failed in between.
+  if (lane->device.bytes() >= bytes && lane->host != nullptr) return absl::OkStatus();
   size_t room = kAreaBytesMin;
   while (room < bytes) room *= 2;
   if (lane->host != nullptr) static_cast<void>(cudaFreeHost(std::exchange(lane->host, nullptr)));
@@ -216,6 +249,8 @@ absl::Status CudaDevice::FlushWrites() {
 }
 
 absl::Status CudaDevice::Copy(absl::Span<const MemoryCopy> copies) {
+  const OnDevice current(device_);
+  OKV_RETURN_IF_ERROR(Check("cannot be used", current.error()));
   OKV_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, TakeLane());
   absl::Status status;
   for (const MemoryCopy& copy : copies) {
@@ -264,6 +299,8 @@ cuda::RunSet CudaDevice::Describe(absl::Span<const DeviceRuns> blocks, const Bat
 absl::Status CudaDevice::ForEachBatch(
     absl::Span<const DeviceRuns> blocks,
     const std::function<absl::Status(Lane*, const Batch&)>& launch) {
+  const OnDevice current(device_);
+  OKV_RETURN_IF_ERROR(Check("cannot be used", current.error()));
   std::map<Shape, Batch> batches;
   for (size_t i = 0; i < blocks.size(); ++i) batches[ShapeOf(blocks[i])].members.push_back(i);
   OKV_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, TakeLane());
@@ -383,17 +420,24 @@ absl::StatusOr<std::unique_ptr<DeviceMemory>> OpenCudaDevice(int device) {
   cudaDeviceProp properties = {};
   error = cudaGetDeviceProperties(&properties, device);
   if (error == cudaSuccess) error = cudaSetDevice(device);
+  // A device that no NIC writes into needs no flush, and does not have it.
+  int is_written = 0;
   int ordering = 0;
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, device);
+  int flushes = 0;
+  for (const auto& [value, attribute] :
+       {std::pair(&is_written, cudaDevAttrGPUDirectRDMASupported),
+        std::pair(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering),
+        std::pair(&flushes, cudaDevAttrGPUDirectRDMAFlushWritesOptions)}) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
   }
   if (error != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return missing(cudaGetErrorString(error));
   }
-  return std::make_unique<CudaDevice>(device,
-                                      absl::StrCat("cuda:", device, " (", properties.name, ")"),
-                                      ordering < cudaGPUDirectRDMAWritesOrderingOwner);
+  return std::make_unique<CudaDevice>(
+      device, absl::StrCat("cuda:", device, " (", properties.name, ")"),
+      is_written != 0 && ordering < cudaGPUDirectRDMAWritesOrderingOwner &&
+          (flushes & cudaFlushGPUDirectRDMAWritesOptionHost) != 0);
 }
 
 }  // namespace okv

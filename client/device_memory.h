@@ -56,7 +56,9 @@ struct DeviceRuns {
 // The memory of a GPU, as far as payloads need it: the node's HBM tier lies in it, and a worker
 // that computes there fetches into it. Its addresses are no host addresses: only these calls, the
 // transport and kernels may follow them. Thread-safe: calls of several threads run side by side,
-// each on a stream of its own, and return when the device is done.
+// each on a stream of its own that waits for no other, and return when the device is done; the
+// caller's thread has the device that it had before. They may run while other threads capture CUDA
+// graphs.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
@@ -69,11 +71,12 @@ class DeviceMemory {
   // much.
   virtual absl::StatusOr<uint8_t*> Allocate(uint64_t bytes) = 0;
   virtual void Free(uint8_t* memory) = 0;
-  // Whether the address is in this device's memory.
-  virtual bool Owns(const void* address) const = 0;
+  // Which memory the address is in. kInvalidArgument naming both when it is another device's.
+  virtual absl::StatusOr<MemoryKind> KindOf(const void* address) const = 0;
   // Page-locks host memory that is copied from and to often: such copies run at the speed of the
-  // link. Until this goes; the memory outlives it.
+  // link. Until it is unlocked, which is before it goes.
   virtual absl::Status LockHostMemory(absl::Span<uint8_t> memory) = 0;
+  virtual void UnlockHostMemory(absl::Span<uint8_t> memory) = 0;
 
   // In any direction. kUnavailable naming the device when it fails.
   virtual absl::Status Copy(absl::Span<const MemoryCopy> copies) = 0;

@@ -121,7 +121,7 @@ void ClusterClient::FetchCall::CheckItems() {
       Finish(i, range_.status());
       continue;
     }
-    const absl::StatusOr<MemoryKind> kind = client_->KindOf(item.buffer.data(), item.memory);
+    const absl::StatusOr<MemoryKind> kind = client_->KindOf(item.buffer, item.memory);
     states_[i].on_device = kind.ok() && *kind == MemoryKind::kDevice;
     const size_t expected = range_->bytes(client_->layout_, item.id.codec);
     if (!kind.ok()) {

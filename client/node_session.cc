@@ -93,14 +93,22 @@ void NodeSession::StartFetch(const std::vector<FetchTarget>& targets, const Bloc
   }
 }
 
+bool NodeSession::Follows(absl::Span<const uint8_t> before,
+                          absl::Span<const uint8_t> buffer) const {
+  if (before.data() + before.size() != buffer.data() || before.empty()) return false;
+  // A device's allocations may be neighbours, and no transfer reaches over two of them.
+  return !transport_->has_device_memory(buffer) ||
+         transport_->has_device_memory({before.data(), before.size() + buffer.size()});
+}
+
 void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> targets,
                             size_t first, const FetchDone& done) {
   request.set_request_id(next_request_++);
-  const uint8_t* end = nullptr;  // Of the buffer before.
+  absl::Span<const uint8_t> before;
   for (const FetchTarget& target : targets) {
     v1::FetchObject* object = request.add_objects();
-    object->set_follows(target.buffer.data() == end);
-    end = target.buffer.data() + target.buffer.size();
+    object->set_follows(Follows(before, target.buffer));
+    before = target.buffer;
     object->set_key(std::string(target.id.key.view()));
     object->set_codec(static_cast<v1::CodecId>(target.id.codec));
     object->set_index(target.index.value());

@@ -131,6 +131,8 @@ class NodeSession final : public ConnectionHandler,
   void WhenOpen(std::function<void()> call);
   void StartFetch(const std::vector<FetchTarget>& targets, const BlockRange& range,
                   absl::Duration deadline, const FetchDone& done);
+  // Whether one transfer may fill both.
+  bool Follows(absl::Span<const uint8_t> before, absl::Span<const uint8_t> buffer) const;
   // `request` has everything but its id and its objects: targets [first, first + targets.size()) of
   // the call.
   void SendFetch(v1::FetchRequest request, std::vector<FetchTarget> targets, size_t first,

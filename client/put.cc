@@ -98,8 +98,7 @@ std::vector<size_t> ClusterClient::PutCall::CheckItems() {
       Finish(i, range_.status());
       continue;
     }
-    const absl::StatusOr<MemoryKind> kind =
-        client_->KindOf(items_[i].payload.data(), items_[i].memory);
+    const absl::StatusOr<MemoryKind> kind = client_->KindOf(items_[i].payload, items_[i].memory);
     states_[i].on_device = kind.ok() && *kind == MemoryKind::kDevice;
     const size_t expected = range_->bytes(client_->layout_, items_[i].id.codec);
     if (!kind.ok()) {

@@ -10,10 +10,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-package=libucx-cu13==1.22.0
+# Not 1.22.0: see SafeWithDevices in client/transport/ucx_paths.h.
+package=libucx-cu13==1.21.0
 # Of the wheels for the machines that it exists for.
 declare -A sha256=(
-  [x86_64]=c6e0aaa82dc6e49dc3ddaac465b530e014f48b6c1c6b5ae74fbdd199d824351b
+  [x86_64]=fc25d345a516e33c21b8229f678b6e06e97a52394ddcde77b770a3bdebd787b5
+  [aarch64]=9206cae5d40d1838459cd0a298e36eb5fe91c0b93a9960438398d2312a5bf192
 )
 target=build/ucx
 

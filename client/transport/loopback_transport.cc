@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/transport/address.h"
+#include "client/transport/device_regions.h"
 #include "proto/check.h"
 #include "proto/status_macros.h"
 
@@ -76,9 +77,15 @@ class LoopbackTransport final : public Transport {
   absl::StatusOr<Connection*> Connect(const std::string& address,
                                       ConnectionHandler* handler) override;
   void Post(std::function<void()> work) override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status RegisterMemory(absl::Span<uint8_t>, MemoryKind) override { return absl::OkStatus(); }
+  absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) override {
+    if (kind == MemoryKind::kDevice) device_regions_.Add(memory);
+    return absl::OkStatus();
+  }
   // One that is host memory, in truth: tests of what is done with it have such.
   bool takes_device_memory() const override { return true; }
+  bool has_device_memory(absl::Span<const uint8_t> memory) const override {
+    return device_regions_.Contains(memory);
+  }
 
   LoopbackConnection* Adopt(std::unique_ptr<LoopbackConnection> connection);
   void Delete(LoopbackConnection* connection) { connections_.erase(connection); }
@@ -89,6 +96,7 @@ class LoopbackTransport final : public Transport {
   void Accept(std::shared_ptr<Link> link, const std::string& peer);
 
   LoopbackHub* const hub_;
+  DeviceRegions device_regions_;
   Mutex mu_;
   CondVar posted_;
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);

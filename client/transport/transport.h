@@ -96,7 +96,8 @@ class Transport {
 
   // Registers memory that payloads are sent from or received into often (arenas): optional for host
   // memory, saves the registration per transfer. A device's memory must be registered, one
-  // allocation in one call: otherwise it is taken for the host's. Any thread, before use; the
+  // allocation of cudaMalloc in one call (a peer on the same host can map all of it): otherwise it
+  // may not be a payload's. Any thread, before use; the
   // memory outlives the Transport. kFailedPrecondition for a device's memory without a device in
   // the options.
   virtual absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) = 0;
@@ -105,6 +106,8 @@ class Transport {
   }
   // Whether payloads may be in a device's memory.
   virtual bool takes_device_memory() const = 0;
+  // Whether all of `memory` lies in one registration of a device's memory. Any thread.
+  virtual bool has_device_memory(absl::Span<const uint8_t> memory) const = 0;
 };
 
 struct UcxTransportOptions {

@@ -23,4 +23,10 @@ void SetUcxEnvironment() {
   OKV_CHECK(reuse_address == 0 && tcp_put == 0 && tcp_segment == 0 && connect_async == 0);
 }
 
+void SetUcxDeviceEnvironment() {
+  static const int get = setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on", /*overwrite=*/1);
+  static const int no_put = setenv("UCX_PROTOS", "^rndv/put/*", /*overwrite=*/1);
+  OKV_CHECK(get == 0 && no_put == 0);
+}
+
 }  // namespace okv::ucx

@@ -17,6 +17,13 @@ inline constexpr size_t kTcpSegmentBytes = size_t{512} << 10;
 // Before the first ucp_init of the process. What an operator set stays, but for the segment size.
 void SetUcxEnvironment();
 
+// For a process with a device's memory, before SetUcxEnvironment: the receiver fetches payloads
+// (GET), the sender never writes them (PUT). A GET ends in the receiver's own process, before the
+// buffer is its owner's again. A PUT is the peer's: one that was stopped in between would write
+// into the buffer when it goes on, long after this side gave the transfer up, and UCX takes no
+// right to a device's memory back. Over a machine without NVLink UCX would choose PUT.
+void SetUcxDeviceEnvironment();
+
 }  // namespace okv::ucx
 
 #endif  // OKV_CLIENT_TRANSPORT_UCX_ENVIRONMENT_H_

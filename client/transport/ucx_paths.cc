@@ -66,16 +66,30 @@ bool ListsCudaIpc(absl::string_view resources) {
   return absl::StrContains(resources, " cuda_ipc/");
 }
 
+bool SafeWithDevices(unsigned major, unsigned minor, unsigned release) {
+  return major != 1 || minor != 22 || release != 0;
+}
+
 absl::Status CheckPaths(const UcxTransportOptions& options, ucp_context_h context) {
   if (options.device != nullptr) {
+    unsigned major = 0;
+    unsigned minor = 0;
+    unsigned release = 0;
+    ucp_get_version(&major, &minor, &release);
+    if (!SafeWithDevices(major, minor, release)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "payloads are to be in the memory of ", options.device->name(), ", and UCX ", major, ".",
+          minor, ".", release, " unmaps such memory while it is in use: take another version"));
+    }
     ucp_context_attr_t attributes = {};
     attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
     const ucs_status_t status = ucp_context_query(context, &attributes);
     if (status != UCS_OK || (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) == 0) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("payloads are to be in the memory of ", options.device->name(),
-                       ", and this UCX knows no CUDA memory (ucx_info -d lists what it has; "
-                       "deploy/bootstrap.sh --with-cuda fetches one that does)"));
+      return absl::FailedPreconditionError(absl::StrCat(
+          "payloads are to be in the memory of ", options.device->name(),
+          ", and this UCX knows no CUDA memory (ucx_info -d lists what it has; "
+          "deploy/bootstrap.sh --with-cuda fetches one that does; it needs the driver's "
+          "libcuda and libnvidia-ml)"));
     }
   }
   if (!options.require_rdma && !options.require_gpudirect) return absl::OkStatus();

@@ -18,8 +18,13 @@ namespace okv::ucx {
 // any.
 std::string LanesOf(ucp_ep_h endpoint);
 
-// kFailedPrecondition naming what `options` require and the context has not: CUDA memory for a
-// device, an RDMA device, a way between GPU memories.
+// Whether this version of UCX may carry a device's memory. 1.22.0 may not: when any connection to a
+// process ends, its cuda_ipc unmaps all of that process's memory, in use or not (openucx/ucx, pull
+// requests 11744 and 11777; releases before and after it do not).
+bool SafeWithDevices(unsigned major, unsigned minor, unsigned release);
+
+// kFailedPrecondition naming what `options` require and the context has not: a safe version and
+// CUDA memory for a device, an RDMA device, a way between GPU memories.
 absl::Status CheckPaths(const UcxTransportOptions& options, ucp_context_h context);
 
 // What CheckPaths finds out by these, from a printout of a context's resources.

@@ -502,13 +502,13 @@ bool UcxTransport::RunPosted() {
 
 void UcxTransport::Sleep() {
   const ucs_status_t status = ucp_worker_arm(worker_);
-  if (status == UCS_ERR_BUSY) {
-    // Again, with nothing done in between: a full shared-memory queue, which wakes nobody when the
-    // peer makes room. The peer may wait for this core (seen: 150 ms of both spinning in turns).
+  if (status != UCS_OK) {
+    // Busy again, with nothing done in between: a full shared-memory queue, which wakes nobody when
+    // the peer makes room. The peer may wait for this core (seen: 150 ms of both spinning in
+    // turns). An error: a device that failed, which is no reason to end what host memory serves.
     if (++armed_in_vain_ > 1) sched_yield();
     return;
   }
-  OKV_CHECK(status == UCS_OK);
   pollfd fds[] = {{.fd = ucx_fd_, .events = POLLIN, .revents = 0},
                   {.fd = wake_fd_, .events = POLLIN, .revents = 0}};
   // Closing makes progress from UCX's own queue, which signals nothing.
@@ -604,7 +604,9 @@ absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory, MemoryKind
     return absl::FailedPreconditionError(
         "a device's memory cannot be registered with a transport without a device");
   }
-  return RunOnThread([&] { return memories_.Register(context_, memory, kind); });
+  OKV_RETURN_IF_ERROR(RunOnThread([&] { return memories_.Register(context_, memory, kind); }));
+  if (kind == MemoryKind::kDevice) device_regions_.Add(memory);
+  return absl::OkStatus();
 }
 
 ucs_status_t UcxTransport::OnActiveMessage(void* arg, const void* header, size_t header_length,
@@ -649,8 +651,11 @@ absl::Status UcxTransport::ReadConfig(ucp_config_t** config) {
 }
 
 absl::Status UcxTransport::StartUcx() {
+  if (options_.device != nullptr) {
+    SetUcxDeviceEnvironment();
+    OKV_RETURN_IF_ERROR(options_.device->MakeCurrent());
+  }
   SetUcxEnvironment();
-  if (options_.device != nullptr) OKV_RETURN_IF_ERROR(options_.device->MakeCurrent());
   ucp_config_t* config = nullptr;
   absl::Status configured = ReadConfig(&config);
   ucs_status_t status = UCS_OK;

@@ -261,7 +261,8 @@ absl::Status LocalService::Put(uint64_t first, absl::Span<const uint8_t> payload
     items.push_back({.id = {.key = KeyOf(number + 1), .codec = Codec::kInt2},
                      .index = BlockIndex(static_cast<uint32_t>(number + 1)),
                      .parent = KeyOf(number),
-                     .payload = payloads.subspan(at, block_bytes())});
+                     .payload = payloads.subspan(at, block_bytes()),
+                     .memory = memory_kind()});
   }
   for (const absl::Status& status : cluster_->Put(items, "bench", kPutTimeout)) {
     OKV_RETURN_IF_ERROR(status);
@@ -278,7 +279,8 @@ std::vector<FetchItem> LocalService::Items(uint64_t first, absl::Span<uint8_t> b
     items.push_back({.id = {.key = KeyOf(number), .codec = Codec::kInt2},
                      .index = BlockIndex(static_cast<uint32_t>(number)),
                      .nodes = {node_address_},
-                     .buffer = buffers.subspan(at, bytes)});
+                     .buffer = buffers.subspan(at, bytes),
+                     .memory = memory_kind()});
   }
   return items;
 }

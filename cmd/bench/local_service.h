@@ -88,6 +88,9 @@ class LocalService {
 
  private:
   explicit LocalService(const LocalServiceOptions& options) : options_(options) {}
+  MemoryKind memory_kind() const {
+    return options_.gpus.has_value() ? MemoryKind::kDevice : MemoryKind::kHost;
+  }
   std::vector<std::string> NodeCommand() const;
   absl::Status StartPrograms();
   absl::Status Connect();

@@ -136,7 +136,8 @@ class Bench {
       OKV_ASSIGN_OR_RETURN(Extent extent, storage->dram()->Allocate(object_bytes_));
       FillPayload(number, extent.span());
       ObjectRef object = BenchBlock(format_, format_id_, number, extent.span());
-      OKV_ASSIGN_OR_RETURN(WriteClaim claim, storage->table()->Claim(object->header.id));
+      OKV_ASSIGN_OR_RETURN(WriteClaim claim,
+                           storage->table()->Claim(object->header.id, object->header.parent));
       ids_.push_back(object->header.id);
       storage->table()->Commit(std::move(claim), std::move(object), std::move(extent));
     }

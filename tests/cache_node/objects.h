@@ -74,6 +74,8 @@ struct TestStorage {
   const Clock* clock = Clock::System();
   std::function<void(const ObjectId&, const absl::Status&)> on_removed = [](const ObjectId&,
                                                                             const absl::Status&) {};
+  std::function<void(const std::string&, const ObjectId&)> on_damaged = [](const std::string&,
+                                                                           const ObjectId&) {};
   std::function<void(const std::string&)> log = [](const std::string&) {};
   std::unique_ptr<Storage> storage;
 
@@ -83,6 +85,8 @@ struct TestStorage {
         {.metrics = &metrics,
          .clock = clock,
          .on_removed = [this](const ObjectId& id, const absl::Status& why) { on_removed(id, why); },
+         .on_damaged = [this](const std::string& tenant,
+                              const ObjectId& id) { on_damaged(tenant, id); },
          .log = [this](const std::string& line) { log(line); }});
     if (!opened.ok()) return opened.status();
     storage = *std::move(opened);

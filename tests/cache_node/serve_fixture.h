@@ -96,6 +96,9 @@ class ServeTest : public testing::Test {
     storage.disk.node_id = kNodeId;
     storage.hbm_pool = {.arena_bytes = hbm_bytes_, .device = &device_, .progress = {}};
     node_.clock = &clock_;
+    node_.on_damaged = [this](const std::string& tenant, const ObjectId& id) {
+      data_plane_->Recheck(tenant, id);
+    };
     ASSERT_TRUE(node_.Open(storage).ok());
     node_transport_ = hub_.CreateTransport();
     disk_ = std::make_unique<FlippingTier>(node_.storage->disk());

@@ -33,6 +33,16 @@ class ServeHbmTest : public ServeTest {
     std::copy(object.payload.begin(), object.payload.end(), extent.span().data());
     node_.storage->table()->AttachDram(pin, std::move(extent));
   }
+  // In DRAM, with a copy on disk.
+  DiskPlace ToDiskToo(const TestObject& object) {
+    OKV_CHECK(node_.Write(object).ok());
+    const ObjectPin pin = Pin(object);
+    const auto places = node_.storage->disk()->Store(
+        {{.object = object.object, .payload = pin.dram()}}, [](size_t) { return true; });
+    OKV_CHECK(places.ok());
+    node_.storage->table()->MarkOnDisk(pin, (*places)[0]);
+    return (*places)[0];
+  }
   void Complain(TestWorker* worker, const TestObject& object) {
     v1::Complaint complaint;
     complaint.set_key(std::string(object.id().key.view()));
@@ -177,6 +187,23 @@ TEST_F(ServeHbmTest, WhatIsFetchedFromDramComesUp) {
   ExpectDelivered(worker->Fetch(Request({object}))[0], object);
   EXPECT_TRUE(WaitUntil([this] { return Hits("hbm") == 1; }));
   EXPECT_EQ(Hits("dram"), 1);
+}
+
+TEST_F(ServeHbmTest, APromotionThatFindsDramsCopyBadLeavesTheDisks) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  const DiskPlace place = ToDiskToo(object);
+  ASSERT_TRUE(place.known());
+  {
+    const ObjectPin pin = Pin(object);
+    const_cast<uint8_t*>(pin.dram().data())[9] ^= 1;
+    node_.storage->hbm_mover()->Used(pin);
+  }
+  EXPECT_TRUE(WaitUntil([&] { return Corrupt("dram") == 1 && Pin(object).dram().empty(); }));
+  EXPECT_EQ(Pin(object).place(), place);
+  const auto worker = OpenSession();
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+  EXPECT_TRUE(removed().empty());
 }
 
 // Fetches by the client's session, whose requests say which buffers lie side by side.

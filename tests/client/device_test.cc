@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "client/transport/device_regions.h"
+#include "client/transport/ucx_paths.h"
 #include "gtest/gtest.h"
 #include "tests/client/cluster_fixture.h"
 #include "tests/support/host_device.h"
@@ -20,6 +22,11 @@ class DeviceTest : public ClusterTest {
   DeviceTest() {
     options_.device = &device_;
     memory_ = *device_.Allocate(kObjects * block_bytes_);
+    // In two regions that lie side by side.
+    for (const uint32_t first : {0u, kObjects / 2}) {
+      const auto half = absl::MakeSpan(memory_ + first * block_bytes_, kObjects / 2 * block_bytes_);
+      OKV_CHECK(transport_->RegisterMemory(half, MemoryKind::kDevice).ok());
+    }
   }
   ~DeviceTest() override { device_.Free(memory_); }
 
@@ -125,6 +132,28 @@ TEST_P(DeviceTest, WhatIsPutIsHashedOnTheDevice) {
   }
 }
 
+TEST_P(DeviceTest, NoTransferReachesOverTwoRegions) {
+  NodeProcess* node = AddNode("node-1");
+  Store(node, kObjects);
+  Start(node);
+  for (const absl::Status& status : cluster()->Fetch(Items({node->where()}), kLong)) {
+    EXPECT_TRUE(status.ok()) << status;
+  }
+  cluster_.reset();
+  node->transport.reset();
+  uint32_t number = 0;
+  uint32_t following = 0;
+  for (const v1::FetchRequest& request : node->node.fetches) {
+    for (int i = 0; i < request.objects_size(); ++i, ++number) {
+      const bool follows = request.objects(i).follows();
+      EXPECT_EQ(follows, i > 0 && number != kObjects / 2) << number;
+      following += follows ? 1 : 0;
+    }
+  }
+  EXPECT_EQ(number, kObjects);
+  EXPECT_GT(following, 0u);
+}
+
 TEST_P(DeviceTest, WhatCannotBeADevicesBufferIsRefused) {
   NodeProcess* node = AddNode("node-1");
   Store(node, kObjects);
@@ -133,6 +162,12 @@ TEST_P(DeviceTest, WhatCannotBeADevicesBufferIsRefused) {
   items.resize(1);
   items[0].buffer = absl::MakeSpan(memory_ + 8, block_bytes_);
   EXPECT_TRUE(absl::IsInvalidArgument(cluster()->Fetch(items, kLong)[0]));
+  uint8_t* const other = *device_.Allocate(block_bytes_);
+  items[0].buffer = absl::MakeSpan(other, block_bytes_);
+  const absl::Status not_registered = cluster()->Fetch(items, kLong)[0];
+  EXPECT_TRUE(absl::IsInvalidArgument(not_registered));
+  EXPECT_THAT(std::string(not_registered.message()), HasSubstr("registered"));
+  device_.Free(other);
   cluster_.reset();
   options_.device = nullptr;
   items[0].buffer = Buffer(0);
@@ -142,6 +177,26 @@ TEST_P(DeviceTest, WhatCannotBeADevicesBufferIsRefused) {
 
 INSTANTIATE_TEST_SUITE_P(All, DeviceTest, ::testing::Values(false),
                          [](const auto&) { return std::string("Loopback"); });
+
+TEST(DeviceRegionsTest, HaveWhatIsInOneOfThem) {
+  const std::vector<uint8_t> memory(300);
+  const auto span = absl::MakeConstSpan(memory);
+  DeviceRegions regions;
+  EXPECT_FALSE(regions.Contains(span.first(1)));
+  regions.Add(span.subspan(100, 50));
+  regions.Add(span.subspan(150, 50));
+  EXPECT_TRUE(regions.Contains(span.subspan(100, 50)));
+  EXPECT_TRUE(regions.Contains(span.subspan(160, 40)));
+  EXPECT_FALSE(regions.Contains(span.subspan(140, 20))) << "over two of them";
+  EXPECT_FALSE(regions.Contains(span.subspan(90, 20)));
+  EXPECT_FALSE(regions.Contains(span.subspan(190, 20)));
+}
+
+TEST(UcxDeviceTest, AVersionThatUnmapsWhatIsInUseIsNotSafe) {
+  EXPECT_FALSE(ucx::SafeWithDevices(1, 22, 0));
+  EXPECT_TRUE(ucx::SafeWithDevices(1, 21, 0));
+  EXPECT_TRUE(ucx::SafeWithDevices(1, 22, 1));
+}
 
 // What UCX on this machine lacks is said when a transport is made.
 TEST(UcxDeviceTest, WithoutItsCudaOrWithoutADeviceItIsRefused) {

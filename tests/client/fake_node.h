@@ -48,6 +48,7 @@ class FakeNode : public Transport::AcceptHandler {
   // Read after the transport is gone.
   std::vector<std::string> tickets;
   std::vector<v1::Complaint> complaints;
+  std::vector<v1::FetchRequest> fetches;
   std::map<ObjectId, Stored> put_objects;
   size_t offers_in_flight = 0;
   size_t offers_in_flight_max = 0;
@@ -91,6 +92,7 @@ class FakeNode : public Transport::AcceptHandler {
     OKV_CHECK(type == MessageType::kFetchRequest);
     OKV_CHECK(request.ParseFromArray(message.data(), static_cast<int>(message.size())));
     OKV_CHECK(request.objects_size() <= 7 && request.deadline_us() > 0);
+    fetches.push_back(request);
     if (silent) {
       late_.emplace_back(connection, request);
       return;

@@ -272,6 +272,8 @@ TEST_F(HbmDeviceTest, DamageInHbmIsFoundByTheReaderAndTheNodeDropsTheObjects) {
   EXPECT_EQ(cluster_->stats().complaints, 10u);
   EXPECT_TRUE(
       WaitUntil([this] { return Metric("okv_node_corrupt_objects_total{tier=\"hbm\"}") == 10; }));
+  EXPECT_TRUE(
+      WaitUntil([this] { return Metric("okv_node_objects{tier=\"hbm\",codec=\"int2\"}") == 0; }));
   for (const absl::Status& status : FetchAll(10)) {
     EXPECT_TRUE(absl::IsNotFound(status)) << status;
   }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,7 +26,7 @@ namespace okv::testing_support {
 class HostDevice final : public DeviceMemory {
  public:
   explicit HostDevice(bool fenced) : fenced_(fenced) {}
-  ~HostDevice() override { OKV_CHECK(areas_.empty()); }
+  ~HostDevice() override { OKV_CHECK(areas_.empty() && locked_.empty()); }
 
   std::string name() const override { return "host device"; }
   absl::Status MakeCurrent() override { return absl::OkStatus(); }
@@ -49,14 +50,27 @@ class HostDevice final : public DeviceMemory {
     OKV_CHECK(munmap(memory, found->second.bytes) == 0);
     areas_.erase(found);
   }
-  bool Owns(const void* address) const override {
+  absl::StatusOr<MemoryKind> KindOf(const void* address) const override {
     MutexLock lock(&mu_);
-    return Find(static_cast<const uint8_t*>(address)) != nullptr;
+    const bool is_ours = Find(static_cast<const uint8_t*>(address)) != nullptr;
+    return is_ours ? MemoryKind::kDevice : MemoryKind::kHost;
   }
-  absl::Status LockHostMemory(absl::Span<uint8_t>) override { return absl::OkStatus(); }
+  absl::Status LockHostMemory(absl::Span<uint8_t> memory) override {
+    MutexLock lock(&mu_);
+    OKV_CHECK(locked_.insert(memory.data()).second);
+    return absl::OkStatus();
+  }
+  void UnlockHostMemory(absl::Span<uint8_t> memory) override {
+    MutexLock lock(&mu_);
+    OKV_CHECK(locked_.erase(memory.data()) == 1);
+  }
 
   absl::Status Copy(absl::Span<const MemoryCopy> copies) override {
     if (failing_) return absl::UnavailableError(absl::StrCat(name(), ": a copy: it fails"));
+    {
+      MutexLock lock(&mu_);
+      while (holding_copies_) released_.Wait(&mu_);
+    }
     for (const MemoryCopy& copy : copies) {
       std::memcpy(const_cast<uint8_t*>(Own(copy.to)), Own(copy.from), copy.bytes);
     }
@@ -98,6 +112,12 @@ class HostDevice final : public DeviceMemory {
     return statuses;
   }
 
+  // From now on copies wait, or go on.
+  void HoldCopies(bool hold) {
+    MutexLock lock(&mu_);
+    holding_copies_ = hold;
+    released_.SignalAll();
+  }
   // From now on its operations fail, or work again.
   void SetFailing(bool failing) { failing_ = failing; }
   uint64_t blocks_hashed() const { return blocks_hashed_; }
@@ -127,7 +147,10 @@ class HostDevice final : public DeviceMemory {
   std::atomic<bool> failing_{false};
   std::atomic<uint64_t> blocks_hashed_{0};
   mutable Mutex mu_;
+  CondVar released_;
+  bool holding_copies_ ABSL_GUARDED_BY(mu_) = false;
   Areas areas_ ABSL_GUARDED_BY(mu_);
+  std::set<const uint8_t*> locked_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace okv::testing_support
