@@ -136,8 +136,8 @@ class Cluster {
   //
   // Items whose buffers lie side by side, in their order, may travel together from a node where the
   // objects lie so too: with a buffer for each block and no gaps between them a fetch between GPUs
-  // takes few transfers. Work that is queued on the device after Fetch returned sees the bytes; what
-  // still reads such a buffer must be done before the call, for transfers wait for no stream.
+  // takes few transfers. Work that is queued on the device after Fetch returned sees the bytes;
+  // what still reads such a buffer must be done before the call, for transfers wait for no stream.
   // kInvalidArgument for a buffer in a device's memory that was not registered with the transport,
   // or in another device's.
   //
@@ -162,6 +162,8 @@ class Cluster {
   // `write_group`, and its heads as `range`. A payload then is the range's own bytes, as Fetch
   // receives them. OK when the block is whole: the call waits for the others' shares. kAborted when
   // one of them never came, and nothing is stored. `write_group` names this writer, or its group.
+  //
+  // What writes a payload in a device's memory must be done before the call.
   struct PutOptions {
     std::string write_group;
     BlockRange range;  // All zero: the whole.
