@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The service on one GPU, end to end: a worker quantizes 102,400 tokens of a 36-layer model, puts
-# the blocks into a node's HBM tier, forgets them, fetches, verifies and attends to them; fetches by
-# block size and blocks in flight; and the same blocks copied between two processes by the CUDA
-# runtime alone. Runs from a bundle (deploy/bundle.sh of okv-bench, okv-control and okv-node, built
-# with CUDA and a UCX that has it) or a build directory; at most four minutes.
+# The service on one GPU, or two, end to end: a worker quantizes 102,400 tokens of a 36-layer model,
+# puts the blocks into a node's HBM tier, forgets them, fetches, verifies and attends to them;
+# fetches by block size and blocks in flight; and the same blocks copied between two processes by
+# the CUDA runtime alone. Runs from a bundle (deploy/bundle.sh of okv-bench, okv-control and
+# okv-node, built with CUDA and a UCX that has it) or a build directory; at most four minutes.
 #
 #   tests/bench/gpu_service.sh DIR [--json OUT] [--only PART,...] [--memory device|host]
 #                              [--tokens N] [--layers N] [--sizes LAYERS,...] [--rounds N]
-#                              [--tls UCX_TLS]
+#                              [--tls UCX_TLS] [--worker_gpu N] [--node_gpu N]
 #
 # Parts: ipc service sizes paths. OUT gets each part's table, JSON object and progress, the ends of
 # the programs' logs, and the node's metrics. A part that fails leaves what it measured before; the
@@ -23,6 +23,7 @@ layers=36
 sizes=7,2
 rounds=9
 tls=
+gpus=(--worker_gpu 0 --node_gpu 0)
 while [ $# -gt 0 ]; do
   [ $# -ge 2 ] || { echo "gpu_service.sh: error: $1 needs a value" >&2; exit 2; }
   case $1 in
@@ -34,6 +35,8 @@ while [ $# -gt 0 ]; do
     --sizes) sizes=$2 ;;
     --rounds) rounds=$2 ;;
     --tls) tls=$2 ;;
+    --worker_gpu) gpus[1]=$2 ;;
+    --node_gpu) gpus[3]=$2 ;;
     *) echo "gpu_service.sh: error: unknown option $1" >&2; exit 2 ;;
   esac
   shift 2
@@ -88,13 +91,14 @@ service() {
   local name=$1 limit=$2 count=$3
   shift 3
   bench "$name" "$limit" service --memory "$memory" --layers "$count" --service_tls "$tls" \
-    --log_dir "$out/$name.programs" "$@"
+    --log_dir "$out/$name.programs" "${gpus[@]}" "$@"
 }
 
 if [ "$memory" = device ]; then
   timeout 20 nvidia-smi >"$out/nvidia-smi.txt" 2>&1 || echo "# nvidia-smi failed"
   if has ipc; then
-    bench ipc 40 ipc --layers "$layers" --ipc_blocks $((tokens / 64)) --rounds "$rounds"
+    bench ipc 40 ipc --layers "$layers" --ipc_blocks $((tokens / 64)) --rounds "$rounds" \
+      "${gpus[@]}"
   fi
 fi
 if has service; then
