@@ -2,11 +2,14 @@
 # Fault rounds over real processes: nodes, control planes and workers are killed, stopped and
 # starved, disks fail, links break, bits flip; after each round an oracle checks every byte.
 #
-#   tests/faults.sh [--rounds N] [--seed S] [--scenario NAME] [--json] [--help]
+#   tests/faults.sh [--rounds N] [--seed S] [--scenario NAME] [--hbm_devices LIST] [--json]
+#                   [--help]
 #
 #   --rounds N       how many (default 200; a round takes 1 to 4 s)
 #   --seed S         of the first round (default 1); round i has seed S + i
 #   --scenario NAME  only this one (an unknown name prints them all)
+#   --hbm_devices L  gives the nodes HBM tiers on these GPUs in turn, as 0 or 0,1 (none by default);
+#                    needs a build with CUDA
 #   --json           one JSON object as the last line
 #
 # Builds what it needs in build/dev, or runs the programs of OKV_BUILD_DIR as they are. Exits 0 only
@@ -21,8 +24,9 @@ while [ $# -gt 0 ]; do
     --rounds) rounds=${2:?--rounds needs a number}; shift ;;
     --seed) arguments+=(--seed="${2:?--seed needs a number}"); shift ;;
     --scenario) arguments+=(--scenario="${2:?--scenario needs a name}"); shift ;;
+    --hbm_devices) arguments+=(--hbm_devices="${2:?--hbm_devices needs GPUs}"); shift ;;
     --json) arguments+=(--json) ;;
-    --help) sed -n '2,15p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    --help) sed -n '2,17p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
     *) echo "faults: unknown flag '$1' (see --help)" >&2; exit 2 ;;
   esac
   shift

@@ -81,6 +81,16 @@ void Round::Hang(const std::string& what) {
 
 // ---- Processes.
 
+void Round::NotStarted(const std::string& name, Process* process) {
+  if (process->running()) {
+    Hang(absl::StrCat(name, " did not start: ", process->output()));
+    return;
+  }
+  broken_ = true;
+  Fail(absl::StrCat(name, " ended with ", process->Wait(kProcessTimeout),
+                    " instead of starting: ", process->output()));
+}
+
 void Round::StartControl() {
   const std::string port_file = Path("control.port");
   std::remove(port_file.c_str());
@@ -90,7 +100,7 @@ void Round::StartControl() {
                       Path("control"), "--port_file", port_file, "--heartbeat_interval_ms", "100",
                       "--node_timeout_ms", "1000", "--reservation_timeout_ms", "1500"});
   if (!WaitForFile(port_file, control_.get())) {
-    Hang(absl::StrCat("okv-control did not start: ", control_->output()));
+    NotStarted("okv-control", control_.get());
     return;
   }
   const std::string port = ReadFileOrEmpty(port_file);
@@ -125,12 +135,27 @@ void Round::StartNode(size_t number, const NodeSpec& spec) {
   node.node_id = NodeId(number);
   const std::string ready = Path(absl::StrCat("node", number, ".json"));
   std::remove(ready.c_str());
-  node.process = Process::Start({"okv-node", "--control", control_address_, "--data_dir",
-                                 NodeDirectory(number), "--node_id", node.node_id, "--dram_bytes",
-                                 std::to_string(spec.dram_bytes), "--disk_bytes",
-                                 std::to_string(spec.disk_bytes), "--ready_file", ready});
+  std::vector<std::string> argv = {"okv-node",
+                                   "--control",
+                                   control_address_,
+                                   "--data_dir",
+                                   NodeDirectory(number),
+                                   "--node_id",
+                                   node.node_id,
+                                   "--dram_bytes",
+                                   std::to_string(spec.dram_bytes),
+                                   "--disk_bytes",
+                                   std::to_string(spec.disk_bytes),
+                                   "--ready_file",
+                                   ready};
+  if (spec.with_hbm && hbm_bytes() > 0) {
+    const int device = options_.hbm_devices[number % options_.hbm_devices.size()];
+    argv.insert(argv.end(), {"--hbm_bytes", std::to_string(hbm_bytes()), "--hbm_device",
+                             std::to_string(device)});
+  }
+  node.process = Process::Start(argv);
   if (!WaitForFile(ready, node.process.get())) {
-    Hang(absl::StrCat(node.node_id, " did not start: ", node.process->output()));
+    NotStarted(node.node_id, node.process.get());
     return;
   }
   const Json json = Json::parse(ReadFileOrEmpty(ready));
@@ -455,19 +480,27 @@ void Round::CheckGauges(size_t number) {
     return !text.empty() && SumMetric(text, "okv_node_sessions", "") == 0 &&
            SumMetric(text, "okv_node_pins", "") == 0 &&
            SumMetric(text, "okv_node_claims", "") == 0 &&
-           used_bytes("dram") == objects_bytes("dram") && disk_agrees();
+           used_bytes("dram") == objects_bytes("dram") &&
+           used_bytes("hbm") == objects_bytes("hbm") && disk_agrees();
   });
   if (at_rest) return;
   Fail(absl::StrCat(NodeId(number), " at rest: sessions ", SumMetric(text, "okv_node_sessions", ""),
                     ", pins ", SumMetric(text, "okv_node_pins", ""), ", claims ",
                     SumMetric(text, "okv_node_claims", ""), ", dram ", used_bytes("dram"),
-                    " bytes used by ", objects_bytes("dram"), " bytes of objects, disk ",
-                    used_bytes("disk"), " by ", objects_bytes("disk")));
+                    " bytes used by ", objects_bytes("dram"), " bytes of objects, hbm ",
+                    used_bytes("hbm"), " by ", objects_bytes("hbm"), ", disk ", used_bytes("disk"),
+                    " by ", objects_bytes("disk")));
 }
 
 void Round::Finish() {
   if (std::exchange(finished_, true)) return;
-  while (!workers_.empty()) EndWorker(workers_.back().get());
+  while (!workers_.empty()) {
+    FaultWorker* worker = workers_.back().get();
+    if (broken_)
+      KillWorker(worker);  // It may be in a call that nobody waits for.
+    else
+      EndWorker(worker);
+  }
   for (size_t number = 0; number < nodes_.size(); ++number) {
     if (NodeRuns(number)) CheckGauges(number);
   }

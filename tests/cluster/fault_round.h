@@ -21,6 +21,10 @@ namespace okv::faults {
 struct RoundOptions {
   // How far past its deadline a call counts as hung: what a loaded machine needs to schedule it.
   std::chrono::milliseconds slack{8000};
+  // The GPUs of the nodes' HBM tiers: node i has the i-th, beginning again behind the last. Empty:
+  // no node has such a tier.
+  std::vector<int> hbm_devices = {};
+  uint64_t hbm_bytes = 0;  // Of each node's.
 };
 
 // One round: a control plane, nodes and workers of its own in a directory of its own, the oracle
@@ -43,6 +47,7 @@ class Round {
     uint64_t dram_bytes = uint64_t{2} << 20;
     uint64_t disk_bytes = uint64_t{512} << 20;
     std::string data_dir = {};  // Empty: one of this round's directory.
+    bool with_hbm = true;       // An HBM tier, if the run has them.
   };
   void StartControl();
   void KillControl();
@@ -64,6 +69,8 @@ class Round {
   std::string NodeId(size_t number) const;
   std::string NodeLog(size_t number) const;
   pid_t NodePid(size_t number) const { return nodes_.at(number).process->pid(); }
+  // How many bytes a node of this run keeps in a GPU's memory, beside those of its spec.
+  uint64_t hbm_bytes() const { return options_.hbm_devices.empty() ? 0 : options_.hbm_bytes; }
 
   FaultWorker* StartWorker();
   // Its answer; nothing, and a hang counted, when it does not come in time. `deadline`: what the
@@ -142,6 +149,8 @@ class Round {
   };
 
   void Hang(const std::string& what);
+  // A process that was started wrote no file that says it is up.
+  void NotStarted(const std::string& name, testing_support::Process* process);
   std::vector<Oracle::Read> JudgeAll(const FaultWorker* worker,
                                      const std::vector<BlockName>& blocks, const Json& results,
                                      Oracle::Mode mode);

@@ -64,10 +64,11 @@ std::string KillNode(Round* round) {
   StartNodes(round, 2, spec);
   FaultWorker* writers[] = {round->StartWorker(), round->StartWorker()};
   FaultWorker* reader = round->StartWorker();
+  const uint32_t length = 30 + HbmBlocks(*round) / 3;  // Of one in three chains of a node.
   std::vector<Round::Put> puts;
   for (uint32_t i = 0; i < 2; ++i) {
     PutHeads(round, writers[i], i * 3, 3);
-    puts.push_back({.blocks = Interleaved(i * 3, 3, 1, 30), .nonce = 10 + i});
+    puts.push_back({.blocks = Interleaved(i * 3, 3, 1, length), .nonce = 10 + i});
     puts.back().group = absl::StrCat("writer", i);
     round->SendPut(writers[i], puts.back());
   }
@@ -147,9 +148,11 @@ std::string SlowReader(Round* round) {
   FaultWorker* reader = round->StartWorker();
   PutHeads(round, writer, 0, 1);
   ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 1, 40)}));
+  const uint32_t more = HbmBlocks(*round);
   uint32_t next = 1;
   if (round->Pick(0, 1) == 1) {
-    ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(next++, 0, 100)}));
+    const Round::Put put = {.blocks = ChainBlocks(next++, 0, 100 + more)};
+    ExpectStored(round, "writer", round->DoPut(writer, put));
   }
   const auto count = static_cast<uint32_t>(round->Pick(1, 40));
   const Round::Fetch fetch = {.blocks = ChainBlocks(0, 0, count), .deadline = Millis(20'000)};
@@ -157,7 +160,8 @@ std::string SlowReader(Round* round) {
   round->RandomPause(10);
   reader->Signal(SIGSTOP);
   round->Saw("slow_readers_with_pins", round->Metric(0, "okv_node_pins") > 0);
-  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(next, 0, 200)}));
+  const Round::Put twice = {.blocks = ChainBlocks(next, 0, 200 + 2 * more)};
+  ExpectStored(round, "writer", round->DoPut(writer, twice));
   if (round->Pick(0, 3) == 0) {
     round->KillWorker(reader);
   } else {
@@ -352,6 +356,11 @@ std::string DeadWriter(Round* round) {
 void StartNodes(Round* round, size_t count, const Round::NodeSpec& spec) {
   round->StartControl();
   for (size_t number = 0; number < count; ++number) round->StartNode(number, spec);
+}
+
+uint32_t HbmBlocks(const Round& round) {
+  const PageLayout layout = PageLayout::Of(FaultFormat());
+  return static_cast<uint32_t>(round.hbm_bytes() / layout.block_bytes(Codec::kInt2));
 }
 
 void PutHeads(Round* round, FaultWorker* writer, uint32_t first, uint32_t count) {

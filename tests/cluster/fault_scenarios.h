@@ -25,6 +25,9 @@ std::vector<Scenario> DiskScenarios();
 // ---- What several of them do.
 
 void StartNodes(Round* round, size_t count, const Round::NodeSpec& spec);
+// Blocks to write beside those that a node's other memory needs to overflow: what fills its HBM
+// tier, where the run has them.
+uint32_t HbmBlocks(const Round& round);
 // Writes block 0 of chains [first, first + count) and learns where they went.
 void PutHeads(Round* round, FaultWorker* writer, uint32_t first, uint32_t count);
 // Every block is stored by now; other codes are failures.

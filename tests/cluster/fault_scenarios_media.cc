@@ -84,7 +84,7 @@ std::string FlippedPayload(Round* round) {
 
 // A bit of a resident page flips: the reader notices, and the node as soon as it spills.
 std::string FlippedDram(Round* round) {
-  StartNodes(round, 1, {.dram_bytes = 4 * kMiB});
+  StartNodes(round, 1, {.dram_bytes = 4 * kMiB, .with_hbm = false});
   FaultWorker* writer = round->StartWorker();
   const std::vector<BlockName> blocks = ChainBlocks(0, 0, 50);
   ExpectStored(round, "writer", round->DoPut(writer, {.blocks = blocks}));

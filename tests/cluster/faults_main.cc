@@ -1,6 +1,6 @@
 // okv_faults: real processes, seeded faults, and an oracle that knows every byte.
 //
-//   okv_faults [--rounds N] [--seed S] [--scenario NAME] [--json]
+//   okv_faults [--rounds N] [--seed S] [--scenario NAME] [--json] [--hbm_devices 0,1]
 //
 // Round i has seed S + i, which picks its scenario and everything random in it: a failed round is
 // repeated by --rounds 1 --seed. Exit code 0, or 1 when anything was lost, wrong or late, or when
@@ -11,12 +11,15 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_join.h"
 #include "tests/cluster/fault_media.h"
 #include "tests/cluster/fault_scenarios.h"
 
@@ -26,6 +29,11 @@ ABSL_FLAG(std::string, scenario, "", "only this one; default: the seed picks");
 ABSL_FLAG(bool, json, false, "one JSON object as the last line");
 ABSL_FLAG(bool, logs, false, "the ends of all logs after good rounds too");
 ABSL_FLAG(uint64_t, slack_ms, 8000, "how far past its deadline a call counts as hung");
+ABSL_FLAG(
+    std::vector<std::string>, hbm_devices, {},
+    "GPUs for the nodes' HBM tiers, by CUDA's numbers; node i has the i-th of them, beginning "
+    "again behind the last; none: no HBM tiers");
+ABSL_FLAG(uint64_t, hbm_bytes, uint64_t{4} << 20, "with --hbm_devices: the size of a node's tier");
 ABSL_FLAG(bool, worker, false, "be a worker process of a round, not the driver");
 ABSL_FLAG(std::string, control, "", "of a worker: the control plane's address");
 ABSL_FLAG(std::string, journal, "", "of a worker: the file of its acknowledged writes");
@@ -54,10 +62,27 @@ const Scenario* Choose(const std::vector<Scenario>& all, uint64_t seed) {
   return nullptr;
 }
 
-// False when something was wrong.
-bool RunRound(const Scenario& scenario, uint64_t seed, Tally* tally) {
+// Nothing when the command line is wrong, which it then says.
+std::optional<RoundOptions> OptionsFromFlags() {
   RoundOptions options;
   options.slack = std::chrono::milliseconds(absl::GetFlag(FLAGS_slack_ms));
+  options.hbm_bytes = absl::GetFlag(FLAGS_hbm_bytes);
+  for (const std::string& device : absl::GetFlag(FLAGS_hbm_devices)) {
+    int number = -1;
+    if (!absl::SimpleAtoi(device, &number) || number < 0) {
+      std::fprintf(stderr, "okv_faults: error: --hbm_devices: '%s' is no GPU's number\n",
+                   device.c_str());
+      return std::nullopt;
+    }
+    options.hbm_devices.push_back(number);
+  }
+  if (options.hbm_bytes > 0 || options.hbm_devices.empty()) return options;
+  std::fprintf(stderr, "okv_faults: error: --hbm_bytes must be positive\n");
+  return std::nullopt;
+}
+
+// False when something was wrong.
+bool RunRound(const Scenario& scenario, uint64_t seed, const RoundOptions& options, Tally* tally) {
   const auto start = std::chrono::steady_clock::now();
   Round round(seed, options, tally);
   Tally::Scenario& counts = tally->scenarios[scenario.name];
@@ -80,8 +105,10 @@ bool RunRound(const Scenario& scenario, uint64_t seed, Tally* tally) {
   if (round.failures().empty()) return true;
   for (const std::string& failure : round.failures()) std::printf("  %s\n", failure.c_str());
   if (!absl::GetFlag(FLAGS_logs)) std::printf("%s", round.Logs().c_str());
-  std::printf("  repeat: tests/faults.sh --rounds 1 --seed %llu --scenario %s\n",
-              static_cast<unsigned long long>(seed), scenario.name);
+  const std::string gpus = absl::StrJoin(absl::GetFlag(FLAGS_hbm_devices), ",");
+  std::printf("  repeat: tests/faults.sh --rounds 1 --seed %llu --scenario %s%s%s\n",
+              static_cast<unsigned long long>(seed), scenario.name,
+              gpus.empty() ? "" : " --hbm_devices ", gpus.c_str());
   std::fflush(stdout);
   return false;
 }
@@ -111,6 +138,8 @@ int RunDriver() {
   if (const std::string why = OwnMounts(); !why.empty()) std::printf("%s\n", why.c_str());
   const std::vector<Scenario> all = AllScenarios();
   const uint64_t seed = absl::GetFlag(FLAGS_seed);
+  const std::optional<RoundOptions> options = OptionsFromFlags();
+  if (!options.has_value()) return 2;
   Tally tally;
   uint64_t failed_rounds = 0;
   for (uint64_t i = 0; i < absl::GetFlag(FLAGS_rounds); ++i) {
@@ -121,7 +150,7 @@ int RunDriver() {
       for (const Scenario& known : all) std::fprintf(stderr, "  %s\n", known.name);
       return 2;
     }
-    if (!RunRound(*scenario, seed + i, &tally)) ++failed_rounds;
+    if (!RunRound(*scenario, seed + i, *options, &tally)) ++failed_rounds;
   }
   const bool enough = tally.verified_hits * 2 >= tally.reads;
   if (!enough) std::printf("fewer than half of the reads were verified hits\n");
