@@ -54,11 +54,13 @@ bool FlipInFile(const FilePlace& place, unsigned bit) {
   return done;
 }
 
-std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, unsigned bit) {
+absl::StatusOr<size_t> FlipInMemory(pid_t pid, const std::string& needle, size_t offset,
+                                    unsigned bit) {
   const int fd = open(absl::StrCat("/proc/", pid, "/mem").c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) return Errno("opening another process's memory");
+  if (fd < 0) return absl::PermissionDeniedError(Errno("opening another process's memory"));
   std::ifstream maps(absl::StrCat("/proc/", pid, "/maps"));
-  std::string why = "the bytes are nowhere in its memory";
+  size_t places = 0;
+  absl::Status status;
   for (std::string line; std::getline(maps, line);) {
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -74,11 +76,13 @@ std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, un
       const uint8_t byte =
           static_cast<uint8_t>(bytes[at + offset]) ^ static_cast<uint8_t>(1u << bit);
       const bool done = pwrite(fd, &byte, 1, static_cast<off_t>(begin + at + offset)) == 1;
-      why = done ? "" : Errno("writing another process's memory");
+      if (!done) status = absl::PermissionDeniedError(Errno("writing another process's memory"));
+      places += done ? 1 : 0;
     }
   }
   close(fd);
-  return why;
+  if (!status.ok()) return status;
+  return places;
 }
 
 std::string OwnMounts() {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
+
 namespace okv::faults {
 
 // ---- Damage.
@@ -22,8 +24,10 @@ std::vector<FilePlace> FindInFiles(const std::string& directory, const std::stri
 bool FlipInFile(const FilePlace& place, unsigned bit);
 
 // Flips one bit wherever a process's writable memory has the bytes `needle`, at `offset` from
-// there: a receive buffer may have them as well as the arena. Returns why it cannot, or "".
-std::string FlipInMemory(pid_t pid, const std::string& needle, size_t offset, unsigned bit);
+// there: a receive buffer may have them as well as the arena. Returns in how many places that was,
+// or why its memory is out of reach.
+absl::StatusOr<size_t> FlipInMemory(pid_t pid, const std::string& needle, size_t offset,
+                                    unsigned bit);
 
 // ---- Mounts and links of this process alone, children included.
 

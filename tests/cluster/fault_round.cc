@@ -21,6 +21,8 @@ using testing_support::ReadFileOrEmpty;
 
 constexpr std::chrono::seconds kProcessTimeout(30);
 constexpr std::chrono::seconds kWaitTimeout(30);
+// The exit code of what SIGKILL ended.
+constexpr int kKilled = 128 + SIGKILL;
 // Objects in one call of an audit.
 constexpr size_t kAuditBlocks = 64;
 
@@ -91,6 +93,18 @@ void Round::NotStarted(const std::string& name, Process* process) {
                     " instead of starting: ", process->output()));
 }
 
+void Round::EndedOnItsOwn(NodeProcess* node, int code) {
+  if (std::exchange(node->expected_down, true)) return;
+  Fail(absl::StrCat(node->node_id, " ended on its own with ", code));
+}
+
+void Round::CheckNodesRun() {
+  for (NodeProcess& node : nodes_) {
+    if (node.process == nullptr || node.process->running()) continue;
+    EndedOnItsOwn(&node, node.process->Wait(kProcessTimeout));
+  }
+}
+
 void Round::StartControl() {
   const std::string port_file = Path("control.port");
   std::remove(port_file.c_str());
@@ -116,7 +130,11 @@ void Round::StartControl() {
 
 void Round::KillControl() {
   control_->Signal(SIGKILL);
-  control_->Wait(kProcessTimeout);
+  const int code = control_->Wait(kProcessTimeout);
+  if (code == -1) Hang("okv-control was killed and did not end");
+  if (code != -1 && code != kKilled) {
+    Fail(absl::StrCat("okv-control ended on its own with ", code));
+  }
   control_.reset();
 }
 
@@ -154,7 +172,9 @@ void Round::StartNode(size_t number, const NodeSpec& spec) {
                              std::to_string(device)});
   }
   node.process = Process::Start(argv);
+  node.expected_down = false;
   if (!WaitForFile(ready, node.process.get())) {
+    node.expected_down = true;
     NotStarted(node.node_id, node.process.get());
     return;
   }
@@ -173,13 +193,19 @@ uint64_t Round::KillNode(size_t number, uint64_t stopping_ms) {
     Pause(stopping_ms);
   }
   node.process->Signal(SIGKILL);
-  node.process->Wait(kProcessTimeout);
+  const int code = node.process->Wait(kProcessTimeout);
+  const bool stopped = stopping_ms > 0 && code == 0;
+  if (code == -1) Hang(absl::StrCat(node.node_id, " was killed and did not end"));
+  if (code != -1 && code != kKilled && !stopped) EndedOnItsOwn(&node, code);
+  node.expected_down = true;
   oracle_.NodeKilled(node.node_id, Clock::System()->NowNanos());
   return on_disk;
 }
 
 void Round::StopNode(size_t number) {
   NodeProcess& node = nodes_.at(number);
+  if (!node.process->running()) EndedOnItsOwn(&node, node.process->Wait(kProcessTimeout));
+  if (std::exchange(node.expected_down, true)) return;
   node.process->Signal(SIGTERM);
   const int code = node.process->Wait(kProcessTimeout);
   if (code == -1) Hang(absl::StrCat(node.node_id, " did not stop"));
@@ -501,6 +527,7 @@ void Round::Finish() {
     else
       EndWorker(worker);
   }
+  CheckNodesRun();
   for (size_t number = 0; number < nodes_.size(); ++number) {
     if (NodeRuns(number)) CheckGauges(number);
   }

@@ -131,6 +131,8 @@ class Round {
   std::string Path(const std::string& name) const { return directory_.Path(name); }
   // Counts, if `is`, that the round met what it is after.
   void Saw(const std::string& what, bool is) { tally_->seen[what] += is ? 1 : 0; }
+  // Fails for each node that ended without being told to.
+  void CheckNodesRun();
   // Something is wrong that no count says.
   void Fail(const std::string& what);
   void Note(const std::string& what);  // Wrong, and counted already.
@@ -141,6 +143,7 @@ class Round {
  private:
   struct NodeProcess {
     std::unique_ptr<testing_support::Process> process;
+    bool expected_down = false;  // It was told to end or killed, or its own end is noted.
     NodeSpec spec;
     std::string node_id;
     std::string data_address;
@@ -149,6 +152,8 @@ class Round {
   };
 
   void Hang(const std::string& what);
+  // Nobody had told the node to end with this code.
+  void EndedOnItsOwn(NodeProcess* node, int code);
   // A process that was started wrote no file that says it is up.
   void NotStarted(const std::string& name, testing_support::Process* process);
   std::vector<Oracle::Read> JudgeAll(const FaultWorker* worker,

@@ -90,9 +90,12 @@ std::string FlippedDram(Round* round) {
   ExpectStored(round, "writer", round->DoPut(writer, {.blocks = blocks}));
   const BlockName damaged = blocks[round->Pick(0, blocks.size() - 1)];
   const std::string needle = Needle(round, damaged);
-  const std::string why = FlipInMemory(round->NodePid(0), needle, round->Pick(0, kNeedleBytes - 1),
-                                       static_cast<unsigned>(round->Pick(0, 7)));
-  if (!why.empty()) return why;
+  const size_t offset = round->Pick(0, kNeedleBytes - 1);
+  const auto bit = static_cast<unsigned>(round->Pick(0, 7));
+  const absl::StatusOr<size_t> places = FlipInMemory(round->NodePid(0), needle, offset, bit);
+  if (!places.ok()) return std::string(places.status().message());
+  if (*places == 0)
+    round->Fail(absl::StrCat(ToString(damaged), " is nowhere in the node's memory"));
   round->ReadJournals();
   round->oracle().Damaged(damaged);
   ExpectOnlyThisFails(round, writer, blocks, damaged);

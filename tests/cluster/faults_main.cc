@@ -4,7 +4,8 @@
 //
 // Round i has seed S + i, which picks its scenario and everything random in it: a failed round is
 // repeated by --rounds 1 --seed. Exit code 0, or 1 when anything was lost, wrong or late, or when
-// fewer than half of the reads were verified hits. OKV_BIN_DIR has the programs.
+// fewer than half of the reads were verified hits, or when no round ran. OKV_BIN_DIR has the
+// programs.
 
 #include <signal.h>
 
@@ -87,14 +88,16 @@ bool RunRound(const Scenario& scenario, uint64_t seed, const RoundOptions& optio
   Round round(seed, options, tally);
   Tally::Scenario& counts = tally->scenarios[scenario.name];
   const std::string skipped = scenario.run(&round);
-  if (!skipped.empty()) {
+  // What went wrong before is none the less wrong.
+  if (!skipped.empty()) round.CheckNodesRun();
+  if (!skipped.empty() && round.failures().empty()) {
     ++counts.skipped;
     counts.skip_reason = skipped;
     std::printf("%s, seed %llu: skipped: %s\n", scenario.name,
                 static_cast<unsigned long long>(seed), skipped.c_str());
     return true;
   }
-  round.Finish();
+  if (skipped.empty()) round.Finish();
   ++tally->rounds;
   ++counts.rounds;
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
@@ -104,6 +107,7 @@ bool RunRound(const Scenario& scenario, uint64_t seed, const RoundOptions& optio
   if (absl::GetFlag(FLAGS_logs)) std::printf("%s", round.Logs().c_str());
   if (round.failures().empty()) return true;
   for (const std::string& failure : round.failures()) std::printf("  %s\n", failure.c_str());
+  if (!skipped.empty()) std::printf("  and it went no further: %s\n", skipped.c_str());
   if (!absl::GetFlag(FLAGS_logs)) std::printf("%s", round.Logs().c_str());
   const std::string gpus = absl::StrJoin(absl::GetFlag(FLAGS_hbm_devices), ",");
   std::printf("  repeat: tests/faults.sh --rounds 1 --seed %llu --scenario %s%s%s\n",
@@ -154,10 +158,11 @@ int RunDriver() {
   }
   const bool enough = tally.verified_hits * 2 >= tally.reads;
   if (!enough) std::printf("fewer than half of the reads were verified hits\n");
+  if (tally.rounds == 0) std::printf("no round ran\n");
   const Json summary = Summary(tally, seed);
   std::printf("%s\n", absl::GetFlag(FLAGS_json) ? summary.dump().c_str()
                                                 : summary.dump(/*indent=*/1).c_str());
-  return failed_rounds == 0 && enough ? 0 : 1;
+  return failed_rounds == 0 && enough && tally.rounds > 0 ? 0 : 1;
 }
 
 }  // namespace

@@ -1,0 +1,62 @@
+// The fault tests' own rounds: what they must notice, they notice.
+
+#include "tests/cluster/fault_round.h"
+
+#include <signal.h>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace okv::faults {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class FaultRoundTest : public ::testing::Test {
+ protected:
+  void EndsWith(int signal) {
+    round_.SignalNode(0, signal);
+    ASSERT_TRUE(round_.WaitUntil("the node ended", [this] { return !round_.NodeRuns(0); }));
+  }
+
+  Tally tally_;
+  Round round_{/*seed=*/1, RoundOptions(), &tally_};
+};
+
+TEST_F(FaultRoundTest, ANodeThatEndsOnItsOwnFailsTheRoundWithItsCode) {
+  round_.StartControl();
+  round_.StartNode(0);
+  round_.CheckNodesRun();
+  EXPECT_THAT(round_.failures(), IsEmpty());
+  EndsWith(SIGSEGV);
+  round_.Finish();
+  EXPECT_THAT(round_.failures(), ElementsAre("node-0 ended on its own with 139"));
+  EXPECT_EQ(tally_.failed_checks, 1u);
+}
+
+TEST_F(FaultRoundTest, ANodeThatEndedBeforeItWasKilledOrStoppedIsNoticedToo) {
+  round_.StartControl();
+  round_.StartNode(0);
+  EndsWith(SIGSEGV);
+  round_.KillNode(0);
+  EXPECT_THAT(round_.failures(), ElementsAre("node-0 ended on its own with 139"));
+  round_.StartNode(0);
+  EndsWith(SIGABRT);
+  round_.StopNode(0);
+  EXPECT_THAT(round_.failures(),
+              ElementsAre("node-0 ended on its own with 139", "node-0 ended on its own with 134"));
+}
+
+TEST_F(FaultRoundTest, ANodeThatIsKilledOrStoppedIsMissedByNobody) {
+  round_.StartControl();
+  round_.StartNode(0);
+  round_.KillNode(0);
+  round_.StartNode(0);
+  round_.StopNode(0);
+  round_.Finish();
+  EXPECT_THAT(round_.failures(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace okv::faults
