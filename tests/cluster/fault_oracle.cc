@@ -13,6 +13,17 @@ std::string ToString(const BlockName& block) {
   return absl::StrCat("block ", block.index, " of chain ", block.chain);
 }
 
+std::vector<std::string> MarksNotSeen(const Tally::Scenario& counts,
+                                      const std::vector<std::string>& marks) {
+  std::vector<std::string> missing;
+  if (counts.rounds < kRoundsToJudge) return missing;
+  for (const std::string& mark : marks) {
+    const auto found = counts.seen.find(mark);
+    if (found == counts.seen.end() || found->second == 0) missing.push_back(mark);
+  }
+  return missing;
+}
+
 void Oracle::ReadJournal(const std::string& path) {
   const std::string text = testing_support::ReadFileOrEmpty(path);
   size_t& offset = journal_offsets_[path];

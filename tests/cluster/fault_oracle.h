@@ -18,6 +18,8 @@ struct Tally {
     uint64_t rounds = 0;
     uint64_t skipped = 0;
     std::string skip_reason;
+    // How often a fault met what it is after: a run that never does shows nothing.
+    std::map<std::string, uint64_t> seen;
   };
   uint64_t rounds = 0;
   uint64_t reads = 0;          // Objects asked for.
@@ -29,9 +31,14 @@ struct Tally {
   uint64_t failed_checks = 0;
   int64_t overrun_ms_max = 0;  // The most that a call ran past its deadline.
   std::map<std::string, Scenario> scenarios;
-  // How often a fault met what it is after: a run that never does shows nothing.
-  std::map<std::string, uint64_t> seen;
 };
+
+// Rounds of a scenario that must between them have seen each of its marks. What half of the rounds
+// see is missing in one of 1,000 runs of so many.
+inline constexpr uint64_t kRoundsToJudge = 10;
+// Those of `marks` that no round of the scenario saw; none after fewer than kRoundsToJudge rounds.
+std::vector<std::string> MarksNotSeen(const Tally::Scenario& counts,
+                                      const std::vector<std::string>& marks);
 
 // What must be true, from the journals of acknowledged writes and from what was done to the nodes.
 // Thread-compatible.

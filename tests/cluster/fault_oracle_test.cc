@@ -118,5 +118,15 @@ TEST(FaultPatternTest, EveryChangedByteIsSeenAndPagesOfTwoWritersDoNotMix) {
   EXPECT_GT(CheckPattern(id, layout, payload).wrong_bytes, half / 2);
 }
 
+TEST(MarksNotSeenTest, AMarkThatNoRoundSawIsNamedOnceThereWereEnoughRounds) {
+  Tally::Scenario counts;
+  counts.rounds = kRoundsToJudge - 1;
+  counts.seen = {{"met", 3}, {"never_met", 0}};
+  const std::vector<std::string> marks = {"met", "never_met", "never_asked"};
+  EXPECT_TRUE(MarksNotSeen(counts, marks).empty());
+  counts.rounds = kRoundsToJudge;
+  EXPECT_EQ(MarksNotSeen(counts, marks), (std::vector<std::string>{"never_met", "never_asked"}));
+}
+
 }  // namespace
 }  // namespace okv::faults

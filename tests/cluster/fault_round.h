@@ -130,7 +130,8 @@ class Round {
   Tally& tally() { return *tally_; }
   std::string Path(const std::string& name) const { return directory_.Path(name); }
   // Counts, if `is`, that the round met what it is after.
-  void Saw(const std::string& what, bool is) { tally_->seen[what] += is ? 1 : 0; }
+  void Saw(const std::string& what, bool is) { seen_[what] += is ? 1 : 0; }
+  const std::map<std::string, uint64_t>& seen() const { return seen_; }
   // Fails for each node that ended without being told to.
   void CheckNodesRun();
   // Something is wrong that no count says.
@@ -179,6 +180,7 @@ class Round {
   std::map<const FaultWorker*, int64_t> sent_nanos_;  // Its last question.
   std::map<BlockName, bool> present_;                 // As the last audit found it.
   std::vector<std::string> failures_;
+  std::map<std::string, uint64_t> seen_;
   bool finished_ = false;
   bool broken_ = false;  // A process hung or ended: nothing is waited for any more.
 };

@@ -222,20 +222,20 @@ std::string ManyWritersOfOneKey(Round* round) {
 
 // Readers die in the middle of their transfers: what they held comes back, and the node answers.
 std::string WorkerKilledWhilePinned(Round* round) {
-  StartNodes(round, 1, {.dram_bytes = 6 * kMiB});
+  StartNodes(round, 1, {.dram_bytes = 4 * kMiB});
   FaultWorker* writer = round->StartWorker();
-  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 0, 100)}));
+  // What they read was spilled: that takes long enough to be met in the middle.
+  const Round::Put put = {.blocks = ChainBlocks(0, 0, 200 + HbmBlocks(*round))};
+  ExpectStored(round, "writer", round->DoPut(writer, put));
   std::vector<FaultWorker*> readers;
   for (int i = 0; i < 3; ++i) readers.push_back(round->StartWorker());
   for (FaultWorker* reader : readers) {
-    round->SendFetch(reader, {.blocks = ChainBlocks(0, 0, 64)});
+    round->SendFetch(reader, {.blocks = ChainBlocks(0, 0, 100)});
   }
-  round->RandomPause(15);
-  const bool stop_first = round->Pick(0, 1) == 1;
-  for (FaultWorker* reader : readers) {
-    if (stop_first) reader->Signal(SIGSTOP);
-  }
-  if (stop_first) {
+  round->RandomPause(80);
+  // Mostly they are stopped first: only then can anybody see what they hold.
+  if (round->Pick(0, 3) > 0) {
+    for (FaultWorker* reader : readers) reader->Signal(SIGSTOP);
     round->Saw("readers_killed_while_pinned", round->Metric(0, "okv_node_pins") > 0);
   }
   for (FaultWorker* reader : readers) round->KillWorker(reader);
@@ -330,6 +330,7 @@ std::string DeadWriter(Round* round) {
   const bool reserved = round->WaitUntil("1,000 reservations are open", [round] {
     return round->ControlMetric("okv_control_reservations") >= kBlocks;
   });
+  round->Saw("dead_writers_with_reservations", reserved);
   round->RandomPause(20);
   round->KillWorker(doomed);
   round->SignalNode(0, SIGCONT);
@@ -403,14 +404,16 @@ uint64_t AdoptedCount(Round* round, size_t node) {
 
 std::vector<Scenario> ProcessScenarios() {
   return {
-      {"kill_node", KillNode},
-      {"drain", Drain},
-      {"slow_reader", SlowReader},
-      {"one_key_many_writers", ManyWritersOfOneKey},
-      {"worker_killed_while_pinned", WorkerKilledWhilePinned},
-      {"stalled_node", StalledNode},
-      {"control_killed", ControlKilled},
-      {"dead_writer", DeadWriter},
+      {"kill_node", KillNode, {"kills_with_objects_on_disk", "reads_of_a_dead_node"}},
+      {"drain", Drain, {"drains_that_moved_blocks", "peers_killed_in_a_drain"}},
+      {"slow_reader", SlowReader, {"slow_readers_with_pins"}},
+      {"one_key_many_writers",
+       ManyWritersOfOneKey,
+       {"blocks_by_a_killed_writer", "blocks_by_a_survivor"}},
+      {"worker_killed_while_pinned", WorkerKilledWhilePinned, {"readers_killed_while_pinned"}},
+      {"stalled_node", StalledNode, {"blocks_before_a_stall", "blocks_of_a_stalled_node"}},
+      {"control_killed", ControlKilled, {"reads_without_control_plane"}},
+      {"dead_writer", DeadWriter, {"dead_writers_with_reservations"}},
   };
 }
 

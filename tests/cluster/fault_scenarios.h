@@ -13,6 +13,8 @@ namespace okv::faults {
 struct Scenario {
   const char* name;
   std::string (*run)(Round* round);
+  // What it is after, as it tells Round::Saw(): about half of the rounds see each.
+  std::vector<std::string> marks = {};
 };
 
 // Nodes and workers: killed, stopped, slow (fault_scenarios.cc).

@@ -188,7 +188,7 @@ std::vector<Scenario> DiskScenarios() {
       {"disk_full", DiskFull},
       {"disk_limit", DiskLimit},
       {"disk_taken", DiskTaken},
-      {"flipped_index", FlippedIndex},
+      {"flipped_index", FlippedIndex, {"damaged_indexes_rebuilt"}},
   };
 }
 

@@ -117,15 +117,15 @@ std::string CutLink(Round* round) {
   FaultWorker* writer = round->StartWorker();
   FaultWorker* reader = round->StartWorker();
   PutHeads(round, writer, 0, 4);
-  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 1, 60)}));
+  ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 1, 160)}));
   const Round::Put put = {.blocks = ChainBlocks(1, 1, 60)};
   const Round::Fetch fetch = {
-      .blocks = ChainBlocks(0, 0, 61), .deadline = Millis(700), .keep = true};
+      .blocks = ChainBlocks(0, 0, 161), .deadline = Millis(700), .keep = true};
   const bool connected = round->Pick(0, 1) == 1;  // Half of the links go while they are made.
   if (connected) round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 4)}, Mode::kStrict);
   round->SendPut(writer, put);
   round->SendFetch(reader, fetch);
-  round->RandomPause(connected ? 12 : 30);
+  round->RandomPause(connected ? 40 : 80);
   link->Set(false);
   size_t cut = 0;
   for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {
@@ -135,7 +135,7 @@ std::string CutLink(Round* round) {
   round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 8), .deadline = Millis(300), .keep = true},
                  Mode::kExcused);
   link->Set(true);
-  round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 61)}, Mode::kStrict);
+  round->DoFetch(reader, {.blocks = fetch.blocks}, Mode::kStrict);
   round->CheckKept(reader);
   ExpectStored(round, "a writer after the link came back", round->FinishPut(writer, put));
   AuditAll(round);
@@ -149,7 +149,7 @@ std::vector<Scenario> MediaScenarios() {
   return {
       {"flipped_payload", FlippedPayload},
       {"flipped_dram", FlippedDram},
-      {"cut_link", CutLink},
+      {"cut_link", CutLink, {"transfers_cut"}},
   };
 }
 
