@@ -33,13 +33,16 @@ std::string Needle(Round* round, const BlockName& block) {
           payload.begin() + static_cast<ptrdiff_t>(at + kNeedleBytes)};
 }
 
-// One call for everything: exactly the damaged block fails, and every other one arrives.
-void ExpectOnlyThisFails(Round* round, FaultWorker* reader, const std::vector<BlockName>& blocks,
-                         const BlockName& damaged) {
-  for (const Oracle::Read& read : round->DoFetch(reader, {.blocks = blocks}, Mode::kStrict)) {
-    if (read.block != damaged) continue;
-    const auto code = static_cast<absl::StatusCode>(read.code);
-    if (code != absl::StatusCode::kDataLoss && code != absl::StatusCode::kNotFound) {
+// Each reader's one call for everything, all at once: exactly the damaged block fails, and every
+// other one arrives.
+void ExpectOnlyThisFails(Round* round, const std::vector<FaultWorker*>& readers,
+                         const std::vector<BlockName>& blocks, const BlockName& damaged) {
+  for (FaultWorker* reader : readers) round->SendFetch(reader, {.blocks = blocks});
+  for (FaultWorker* reader : readers) {
+    for (const Oracle::Read& read : round->FinishFetch(reader, {.blocks = blocks}, Mode::kStrict)) {
+      if (read.block != damaged) continue;
+      const auto code = static_cast<absl::StatusCode>(read.code);
+      if (code == absl::StatusCode::kDataLoss || code == absl::StatusCode::kNotFound) continue;
       round->Fail(
           absl::StrCat("the damaged ", ToString(damaged), ": ", absl::StatusCodeToString(code)));
     }
@@ -53,7 +56,8 @@ void WriteAgain(Round* round, FaultWorker* writer, const BlockName& block) {
   round->DoFetch(writer, {.blocks = {block}}, Mode::kStrict);
 }
 
-// A bit of a payload on disk flips while the node is stopped: that block alone is damaged.
+// A bit of a payload on disk flips while the node is stopped: that block alone is damaged, for
+// several readers that come for it at the same time too.
 std::string FlippedPayload(Round* round) {
   StartNodes(round, 1, {.dram_bytes = 2 * kMiB});
   FaultWorker* writer = round->StartWorker();
@@ -73,7 +77,18 @@ std::string FlippedPayload(Round* round) {
   if (!FlipInFile(places[0], static_cast<unsigned>(round->Pick(0, 7)))) round->Fail("no flip");
   round->oracle().Damaged(damaged);
   round->StartNode(0, {.dram_bytes = 2 * kMiB});
-  ExpectOnlyThisFails(round, writer, blocks, damaged);
+  std::vector<FaultWorker*> readers;
+  for (int i = 0; i < 3; ++i) readers.push_back(round->StartWorker());
+  std::vector<BlockName> in_turn = blocks;
+  if (round->Pick(0, 1) == 1) {
+    // With sessions that are open, and the damaged block first, they meet at it.
+    for (FaultWorker* reader : readers) {
+      const BlockName other = blocks[damaged == blocks[0] ? 1 : 0];
+      round->DoFetch(reader, {.blocks = {other}}, Mode::kStrict);
+    }
+    std::swap(in_turn[0], *std::find(in_turn.begin(), in_turn.end(), damaged));
+  }
+  ExpectOnlyThisFails(round, readers, in_turn, damaged);
   round->WaitUntil("the damaged block is counted", [round] {
     return round->Metric(0, "okv_node_corrupt_objects_total", "tier=\"disk\"") == 1;
   });
@@ -98,7 +113,7 @@ std::string FlippedDram(Round* round) {
     round->Fail(absl::StrCat(ToString(damaged), " is nowhere in the node's memory"));
   round->ReadJournals();
   round->oracle().Damaged(damaged);
-  ExpectOnlyThisFails(round, writer, blocks, damaged);
+  ExpectOnlyThisFails(round, {writer}, blocks, damaged);
   ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(1, 0, 200)}));
   round->WaitUntil("the node finds its damaged copy",
                    [round] { return round->Metric(0, "okv_node_corrupt_objects_total") == 1; });
