@@ -66,12 +66,15 @@ stop_all() {
 trap stop_all EXIT
 trap 'exit 130' INT TERM
 
-# run COMMAND...: bash answers a signal only between commands, and while it waits: so it waits.
+# run COMMAND...: bash answers a signal only between commands, and while it waits: so it waits. Its
+# status is the command's, also where the caller asks for it and `set -e` is therefore off.
 run() {
+  local status=0
   "$@" &
   pids+=($!)
-  wait $!
+  wait $! || status=$?
   unset 'pids[-1]'
+  return $status
 }
 
 step "1/8 dependencies and model"

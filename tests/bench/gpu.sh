@@ -28,7 +28,14 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
+parts=,test,attend,peers,heads,drawn,codec,prefill,shapes,
+for part in ${only//,/ }; do
+  [[ $parts == *",$part,"* ]] || { echo "gpu.sh: error: no part '$part'" >&2; exit 2; }
+done
+[ -n "${only//,/}" ] || { echo "gpu.sh: error: --only names no part" >&2; exit 2; }
 [ -z "$out" ] || mkdir -p "$out"
+progress=$(mktemp)
+trap 'rm -f "$progress"' EXIT
 failed=0
 
 has() { [[ ",$only," == *",$1,"* ]]; }
@@ -37,8 +44,14 @@ run() { LD_LIBRARY_PATH="$dir/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$dir/bi
 bench() {
   local name=$1 text begin=$SECONDS
   shift
-  if ! text=$(run okv-bench "$@" --json 2>&1); then
+  if ! text=$(run okv-bench "$@" --json 2>"$progress"); then
     echo "$name failed: $text"
+    cat "$progress"
+    failed=1
+    return
+  fi
+  if [[ $(tail -n 1 <<<"$text") != '{'*'}' ]]; then
+    echo "$name failed: its last line is no JSON object: $text"
     failed=1
     return
   fi

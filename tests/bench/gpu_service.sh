@@ -41,6 +41,11 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
+for part in ${only//,/ }; do
+  [[ ,ipc,service,sizes,paths, == *",$part,"* ]] ||
+    { echo "gpu_service.sh: error: no part '$part'" >&2; exit 2; }
+done
+[ -n "${only//,/}" ] || { echo "gpu_service.sh: error: --only names no part" >&2; exit 2; }
 [ -x "$dir/bin/okv-bench" ] || { echo "gpu_service.sh: error: no $dir/bin/okv-bench" >&2; exit 2; }
 temp=
 if [ -z "$out" ]; then
@@ -72,6 +77,9 @@ bench() {
   if [[ $(tail -n 1 "$out/$name.txt") == '{'* ]]; then
     tail -n 1 "$out/$name.txt" >"$out/$name.json"
     sed -i '$d' "$out/$name.txt"
+  elif [ $code -eq 0 ]; then
+    echo "# $name ended well, without a JSON object as its last line"
+    failed=1
   fi
   cat "$out/$name.txt"
   if [ $code -ne 0 ]; then
