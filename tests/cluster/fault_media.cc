@@ -1,6 +1,7 @@
 #include "tests/cluster/fault_media.h"
 
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <net/if.h>
 #include <sched.h>
 #include <sys/ioctl.h>
@@ -25,6 +26,17 @@ constexpr uint64_t kRegionBytesMax = uint64_t{128} << 20;
 
 std::string Errno(const std::string& what) {
   return absl::StrCat(what, ": ", std::strerror(errno));
+}
+
+bool SetImmutable(const std::string& path, bool on) {
+  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return false;
+  int flags = 0;
+  bool done = ioctl(fd, FS_IOC_GETFLAGS, &flags) == 0;
+  flags = on ? flags | FS_IMMUTABLE_FL : flags & ~FS_IMMUTABLE_FL;
+  done = done && ioctl(fd, FS_IOC_SETFLAGS, &flags) == 0;
+  close(fd);
+  return done;
 }
 
 }  // namespace
@@ -106,19 +118,15 @@ std::string ResizeDisk(const std::string& path, uint64_t bytes) {
   return Errno("resizing a tmpfs");
 }
 
-std::string MountReadOnly(const std::string& path) {
-  if (mount(path.c_str(), path.c_str(), nullptr, MS_BIND, nullptr) != 0) {
-    return Errno("mounting a directory on itself");
-  }
-  if (mount(nullptr, path.c_str(), nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY, nullptr) == 0) {
-    return "";
-  }
-  const std::string why = Errno("making a mount read-only");
-  Unmount(path);
-  return why;
+ImmutableDirectories::~ImmutableDirectories() {
+  for (const std::string& path : paths_) SetImmutable(path, false);
 }
 
-void Unmount(const std::string& path) { umount2(path.c_str(), MNT_DETACH); }
+std::string ImmutableDirectories::Add(const std::string& path) {
+  if (!SetImmutable(path, true)) return Errno("making a directory immutable");
+  paths_.push_back(path);
+  return "";
+}
 
 std::unique_ptr<OwnLink> OwnLink::Create(std::string* why_not) {
   const int outer = open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC);

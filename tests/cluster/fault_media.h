@@ -37,9 +37,18 @@ std::string OwnMounts();
 // Each returns why it cannot, or "".
 std::string MountSmallDisk(const std::string& path, uint64_t bytes);
 std::string ResizeDisk(const std::string& path, uint64_t bytes);
-// Makes the directory read-only, or writable again, for whoever opens a file in it from now on.
-std::string MountReadOnly(const std::string& path);
-void Unmount(const std::string& path);
+
+// Directories in which nothing can be made or deleted, whatever is open in them, until the object
+// goes. Mounting over them or moving them away does no harm to a node: it has them open.
+// Thread-compatible.
+class ImmutableDirectories {
+ public:
+  ~ImmutableDirectories();
+  std::string Add(const std::string& path);  // Returns why it cannot, or "".
+
+ private:
+  std::vector<std::string> paths_;
+};
 
 // A network namespace with a loopback link of its own, for this thread and the processes that it
 // starts while the object lives. Thread-compatible.

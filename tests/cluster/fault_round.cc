@@ -96,6 +96,7 @@ void Round::NotStarted(const std::string& name, Process* process) {
 void Round::EndedOnItsOwn(NodeProcess* node, int code) {
   if (std::exchange(node->expected_down, true)) return;
   Fail(absl::StrCat(node->node_id, " ended on its own with ", code));
+  broken_ = true;
 }
 
 void Round::CheckNodesRun() {
@@ -251,6 +252,7 @@ std::optional<Round::Json> Round::Await(FaultWorker* worker, Millis deadline) {
   std::optional<Json> answer = worker->Await(deadline + options_.slack);
   if (answer.has_value()) {
     CheckOverrun(*worker, *answer);
+    CheckNodesRun();
   } else if (!worker->running()) {
     Fail(absl::StrCat(worker->name(), " ended on its own"));
     broken_ = true;
@@ -460,6 +462,7 @@ double Round::ControlMetric(const std::string& name) const {
 bool Round::WaitQuietly(Millis timeout, const std::function<bool()>& done) {
   const auto end = std::chrono::steady_clock::now() + timeout;
   while (!done()) {
+    CheckNodesRun();
     if (broken_ || std::chrono::steady_clock::now() > end) return false;
     Pause(5);
   }

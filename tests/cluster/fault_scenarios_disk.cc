@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,9 +31,12 @@ void ExpectStoredOrRefused(Round* round, const Json& codes) {
 }
 
 // A node that makes room drops what was acknowledged, and says how much: no more may be missing.
-void ExcuseEvicted(Round* round, FaultWorker* reader, size_t node) {
+// Returns the bytes of what is still there.
+uint64_t ExcuseEvicted(Round* round, FaultWorker* reader, size_t node) {
   round->ReadJournals();
+  const PageLayout layout = PageLayout::Of(FaultFormat());
   uint64_t missing = 0;
+  uint64_t held_bytes = 0;
   const std::vector<BlockName> all = round->oracle().Acknowledged();
   constexpr size_t kBlocksPerCall = 64;
   for (size_t begin = 0; begin < all.size(); begin += kBlocksPerCall) {
@@ -40,6 +44,7 @@ void ExcuseEvicted(Round* round, FaultWorker* reader, size_t node) {
     const Round::Fetch fetch = {.blocks = {all.begin() + static_cast<ptrdiff_t>(begin),
                                            all.begin() + static_cast<ptrdiff_t>(end)}};
     for (const Oracle::Read& read : round->DoFetch(reader, fetch, Mode::kExcused)) {
+      if (read.code == 0) held_bytes += layout.block_bytes(read.block.codec());
       if (static_cast<absl::StatusCode>(read.code) != absl::StatusCode::kNotFound) continue;
       ++missing;
       round->oracle().MayBeLost(read.block);
@@ -47,10 +52,17 @@ void ExcuseEvicted(Round* round, FaultWorker* reader, size_t node) {
   }
   const double evicted = round->Metric(node, "okv_node_evicted_objects_total");
   round->Saw("evicted_blocks", evicted > 0);
-  if (static_cast<double>(missing) <= evicted) return;
+  if (static_cast<double>(missing) <= evicted) return held_bytes;
   round->tally().lost_objects += missing - static_cast<uint64_t>(evicted);
   round->Note(
       absl::StrCat(missing, " acknowledged blocks are missing, and the node evicted ", evicted));
+  return held_bytes;
+}
+
+// A node that drops everything makes room too. REQUIRES: more than that was sent.
+void ExpectHeld(Round* round, uint64_t held_bytes, uint64_t least_bytes) {
+  if (held_bytes >= least_bytes) return;
+  round->Fail(absl::StrCat("a node with room for much more holds ", held_bytes, " bytes"));
 }
 
 uint64_t FileBytes(const std::string& directory) {
@@ -69,25 +81,30 @@ uint64_t FileBytes(const std::string& directory) {
 std::string DiskFull(Round* round) {
   round->StartControl();
   const std::string disk = round->Path("small_disk");
-  const std::string why = MountSmallDisk(disk, 7 * kMiB);
+  constexpr uint64_t kDisk = 7 * kMiB;
+  const std::string why = MountSmallDisk(disk, kDisk);
   if (!why.empty()) return why;
   round->StartNode(0, {.dram_bytes = 2 * kMiB, .data_dir = disk});
   FaultWorker* writer = round->StartWorker();
-  const Round::Put put = {.blocks = ChainBlocks(0, 0, 250), .deadline = Millis(1000)};
+  const uint32_t count = 250 + HbmBlocks(*round);
+  const Round::Put put = {.blocks = ChainBlocks(0, 0, count), .deadline = Millis(1000)};
   const Json codes = round->DoPut(writer, put);
   ExpectStoredOrRefused(round, codes);
   FaultWorker* reader = round->StartWorker();
-  ExcuseEvicted(round, reader, 0);
-  const bool refused = codes.value("OK", 0) < 250;
+  const uint64_t full_bytes = ExcuseEvicted(round, reader, 0);
+  ExpectHeld(round, full_bytes, kDisk - kMiB);
+  const bool refused = codes.value("OK", uint32_t{0}) < count;
   if (!refused && round->Metric(0, "okv_node_evicted_objects_total") == 0) {
-    round->Fail("250 blocks fit a disk that is too small for them");
+    round->Fail("what was written fits a disk that is too small for it");
   }
-  round->Saw("full_disks", true);
   const std::string resized = ResizeDisk(disk, 200 * kMiB);
   if (!resized.empty()) round->Fail(resized);
   ExpectStored(round, "a writer after the disk grew",
                round->DoPut(writer, {.blocks = ChainBlocks(1, 0, 100)}));
-  ExcuseEvicted(round, reader, 0);
+  // Nothing of the 100 blocks has to go.
+  const PageLayout layout = PageLayout::Of(FaultFormat());
+  const uint64_t more_bytes = 99 * layout.block_bytes(Codec::kInt2);
+  ExpectHeld(round, ExcuseEvicted(round, reader, 0), full_bytes + more_bytes);
   round->StopNode(0);
   round->ReadJournals();
   round->oracle().AllSpilled();
@@ -109,7 +126,7 @@ std::string DiskLimit(Round* round) {
     most_bytes = std::max(most_bytes, FileBytes(round->NodeDirectory(0)));
   }
   // No strict audit behind it: the node goes on making room.
-  ExcuseEvicted(round, writer, 0);
+  ExpectHeld(round, ExcuseEvicted(round, writer, 0), kLimit * 3 / 4);
   if (round->Metric(0, "okv_node_evicted_objects_total") == 0) {
     round->Fail("five times what the disk may hold was written, and nothing evicted");
   }
@@ -150,33 +167,39 @@ std::string FlippedIndex(Round* round) {
   return "";
 }
 
-// The data directory becomes read-only, or goes, while the node runs, and comes back.
+// The disk takes nothing for a while: no group can be written, and half of the time no file of the
+// index either. What was acknowledged stays readable, and all goes on afterwards.
 std::string DiskTaken(Round* round) {
-  StartNodes(round, 1, {.dram_bytes = 2 * kMiB});
+  const Round::NodeSpec spec = {.dram_bytes = 2 * kMiB};
+  StartNodes(round, 1, spec);
   FaultWorker* writer = round->StartWorker();
   ExpectStored(round, "writer", round->DoPut(writer, {.blocks = ChainBlocks(0, 0, 60)}));
   const std::string disk = round->NodeDirectory(0);
-  const std::string away = disk + ".away";
-  const bool removed = round->Pick(0, 1) == 1;
-  const Round::Put put = {.blocks = ChainBlocks(1, 0, 200), .deadline = Millis(1200)};
+  // More than a disk takes before it is taken away.
+  const Round::Put put = {.blocks = ChainBlocks(1, 0, 600 + HbmBlocks(*round)),
+                          .deadline = Millis(1200)};
+  auto taken = std::make_unique<ImmutableDirectories>();
   round->SendPut(writer, put);
-  round->RandomPause(50);
-  if (removed) {
-    std::filesystem::rename(disk, away);
-  } else if (const std::string why = MountReadOnly(disk); !why.empty()) {
+  round->RandomPause(20);
+  std::string why = taken->Add(disk + "/groups");
+  if (why.empty() && round->Pick(0, 1) == 1) why = taken->Add(disk + "/rocksdb");
+  if (!why.empty()) {
     round->FinishPut(writer, put);
     return why;
   }
   FaultWorker* reader = round->StartWorker();
-  round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 16)}, Mode::kExcused);
-  round->FinishPut(writer, put);
-  if (removed) {
-    std::filesystem::rename(away, disk);
-  } else {
-    Unmount(disk);
-  }
+  round->WaitUntil("a group cannot be spilled",
+                   [round] { return round->Metric(0, "okv_node_spill_failures_total") > 0; });
+  round->DoFetch(reader, {.blocks = SomeAcknowledged(round, 16)}, Mode::kStrict);
+  ExpectStoredOrRefused(round, round->FinishPut(writer, put));
+  taken.reset();
   ExpectStored(round, "a writer after the disk came back",
                round->DoPut(writer, {.blocks = ChainBlocks(2, 0, 100)}));
+  AuditAll(round);
+  round->StopNode(0);
+  round->ReadJournals();
+  round->oracle().AllSpilled();
+  round->StartNode(0, spec);
   AuditAll(round);
   return "";
 }
@@ -185,8 +208,8 @@ std::string DiskTaken(Round* round) {
 
 std::vector<Scenario> DiskScenarios() {
   return {
-      {"disk_full", DiskFull},
-      {"disk_limit", DiskLimit},
+      {"disk_full", DiskFull, {"evicted_blocks"}},
+      {"disk_limit", DiskLimit, {"evicted_blocks"}},
       {"disk_taken", DiskTaken},
       {"flipped_index", FlippedIndex, {"damaged_indexes_rebuilt"}},
   };
