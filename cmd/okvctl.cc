@@ -130,25 +130,39 @@ absl::StatusOr<v1::NodeStatus> AskNode(const std::string& node_id) {
 }
 
 // Waits until the node says that others have everything, or that its time is up. A control plane
-// that is away meanwhile is waited for, for --timeout_s.
+// that is away meanwhile is waited for, for --timeout_s, and so is a node that it calls dead: after
+// its own restart it does so until the node has registered. A node that says nothing of this drain
+// is waited for, for --drain_limit and --timeout_s.
 absl::Status Drain(const std::string& node_id) {
   if (absl::GetFlag(FLAGS_drain_limit) < absl::Milliseconds(1)) {
     return absl::InvalidArgumentError("--drain_limit must be positive");
   }
   OKV_ASSIGN_OR_RETURN(const uint64_t drain_id, AskDrain(node_id, /*cancel=*/false));
+  using Steady = std::chrono::steady_clock;
+  const absl::Duration dead_limit = absl::Seconds(absl::GetFlag(FLAGS_timeout_s));
+  const absl::Duration silent_limit = absl::GetFlag(FLAGS_drain_limit) + dead_limit;
+  Steady::time_point alive_at = Steady::now();
+  Steady::time_point heard_at = alive_at;
   Mutex mu;
   CondVar elapsed;
   while (true) {
     OKV_ASSIGN_OR_RETURN(const v1::NodeStatus node, AskNode(node_id));
+    const Steady::time_point now = Steady::now();
     const v1::DrainReport& report = node.drain();
     const bool heard = report.drain_id() == drain_id;
     if (!node.draining()) return absl::AbortedError("the drain was ended");
-    if (!node.alive()) {
+    if (node.alive()) alive_at = now;
+    if (node.alive() && heard) heard_at = now;
+    if (absl::FromChrono(now - alive_at) > dead_limit) {
       return absl::UnavailableError(absl::StrCat(
           "node '", node_id, "' is dead; ", heard ? absl::StrCat(report.objects_left()) : "its",
           " objects were on it only. It goes on when it is back"));
     }
-    if (!heard || report.state() == v1::DRAIN_RUNNING) {
+    if (absl::FromChrono(now - heard_at) > silent_limit) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("node '", node_id, "' says nothing of this drain"));
+    }
+    if (!node.alive() || !heard || report.state() == v1::DRAIN_RUNNING) {
       MutexLock lock(&mu);
       elapsed.WaitFor(&mu, kDrainPoll);  // Nobody signals it: the wait is the pause.
       continue;

@@ -195,6 +195,21 @@ TEST_F(DrainTest, ADrainedNodeThatIsStoppedInTheMiddleSpillsAndGoesOnWhenItIsBac
   ExpectWholeHit();
 }
 
+TEST_F(DrainTest, ANodeThatHasNotRegisteredYetAfterARestartOfTheControlPlaneIsWaitedFor) {
+  const auto drain = Process::Start(DrainCommand(0, "100s"));  // There is no peer yet.
+  WaitUntil("it drains", [&] { return cluster_.Metric(0, "okv_node_draining") == 1; });
+  cluster_.node(0).Signal(SIGSTOP);
+  cluster_.control().Signal(SIGTERM);
+  EXPECT_EQ(cluster_.control().Wait(kLong), 0);
+  cluster_.StartControl();
+  // Longer than okvctl leaves between two looks.
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (std::chrono::steady_clock::now() < end) EXPECT_FALSE(IsAlive(0));
+  cluster_.node(0).Signal(SIGCONT);
+  cluster_.StartNode(1);
+  EXPECT_EQ(drain->Wait(kLong), 0) << drain->output();
+}
+
 TEST_F(DrainTest, ANodeThatIsNotKnownIsNamed) {
   const RunResult result =
       RunProgram({"okvctl", "--control", cluster_.control_address(), "drain", "nobody"});
