@@ -22,6 +22,7 @@
 #include "control_plane/rotation_registry.h"
 #include "control_plane/state.h"
 #include "proto/clock.h"
+#include "proto/mutex.h"
 #include "proto/ticket.h"
 
 namespace okv {
@@ -212,7 +213,7 @@ class Control {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status LoadDrains() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StoreDrain(const std::string& node_id, const DrainRequest& order)
-      ABSL_LOCKS_EXCLUDED(mu_);
+      ABSL_LOCKS_EXCLUDED(mu_, drain_orders_mu_);
   // The open reservation as an answer, not signed yet.
   PlacementAnswer Grant(const PendingWrite& reservation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<NodeSlot> PreferredNodes(const ScopedObject& object,
@@ -237,6 +238,7 @@ class Control {
   std::unique_ptr<RotationRegistry> rotations_;
   std::unique_ptr<IdAllocator> ids_;  // Write ids, epochs, inventory numbers.
 
+  Mutex drain_orders_mu_;  // Held while a drain order is stored, before mu_.
   mutable FairMutex mu_;
   NodeTable nodes_ ABSL_GUARDED_BY(mu_);
   PrefixIndex index_ ABSL_GUARDED_BY(mu_);

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "control_plane/control.h"
 #include "proto/fields.h"
+#include "proto/mutex.h"
 #include "proto/status_macros.h"
 
 // The control plane's part of draining a node.
@@ -40,6 +41,8 @@ absl::Status Control::StoreDrain(const std::string& node_id, const DrainRequest&
       return absl::NotFoundError(absl::StrCat("no node '", node_id, "' is known"));
     }
   }
+  // Two orders at once: the last one on disk is the last one here.
+  MutexLock in_order(&drain_orders_mu_);
   OKV_RETURN_IF_ERROR(state_->Put(absl::StrCat(kDrainPrefix, node_id), EncodeDrain(order)));
   FairMutexLock lock(&mu_);
   NodeState* node = nodes_.Find(node_id);

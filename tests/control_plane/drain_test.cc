@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/control_plane/harness.h"
@@ -112,6 +115,28 @@ TEST_F(ControlDrainTest, WhatANodeSaysOfAnEarlierDrainIsNotShown) {
   progress.id = second;
   h_.control().ExchangeDrain(a, progress);
   EXPECT_EQ(h_.control().Status().nodes[0].state.drain_report.objects_left, 7u);
+}
+
+TEST_F(ControlDrainTest, TwoOrdersAtOnceLeaveTheSameOnDiskAndInMemory) {
+  h_.AddNode("a");
+  ASSERT_TRUE(h_.control().DrainNode("a", 1000).ok());  // Ids for the next are leased.
+  std::promise<void> ended;
+  std::thread other;
+  h_.state().AfterNextPut([&] {
+    other = std::thread([&] {
+      EXPECT_TRUE(h_.control().CancelDrain("a").ok());
+      ended.set_value();
+    });
+    // It cannot end while this order is being stored: what would be lost is awaited in vain.
+    ended.get_future().wait_for(std::chrono::milliseconds(300));
+  });
+  ASSERT_TRUE(h_.control().DrainNode("a", 2000).ok());
+  other.join();
+  const bool draining = h_.control().Status().nodes[0].state.draining();
+  EXPECT_FALSE(draining);
+  h_.Restart();
+  h_.Open();
+  EXPECT_EQ(h_.control().Status().nodes[0].state.draining(), draining);
 }
 
 TEST_F(ControlDrainTest, ANodeThatIsNotKnownAndAStateThatIsFullAreErrors) {

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -36,10 +37,20 @@ class MemoryState final : public State {
     MutexLock lock(&mu_);
     fail_ = fail;
   }
-  absl::Status Put(absl::string_view key, absl::string_view value) override {
+  // `done` runs at the end of the next write, in its thread.
+  void AfterNextPut(std::function<void()> done) {
     MutexLock lock(&mu_);
-    if (fail_) return absl::UnavailableError("state: cannot write: no space left");
-    entries_[std::string(key)] = std::string(value);
+    after_put_ = std::move(done);
+  }
+  absl::Status Put(absl::string_view key, absl::string_view value) override {
+    std::function<void()> done;
+    {
+      MutexLock lock(&mu_);
+      if (fail_) return absl::UnavailableError("state: cannot write: no space left");
+      entries_[std::string(key)] = std::string(value);
+      done = std::exchange(after_put_, nullptr);
+    }
+    if (done) done();
     return absl::OkStatus();
   }
   absl::StatusOr<std::string> Get(absl::string_view key) const override {
@@ -61,6 +72,7 @@ class MemoryState final : public State {
  private:
   mutable Mutex mu_;
   bool fail_ ABSL_GUARDED_BY(mu_) = false;
+  std::function<void()> after_put_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, std::string> entries_ ABSL_GUARDED_BY(mu_);
 };
 
