@@ -322,8 +322,12 @@ absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
   const HeldObject& object = pin->object();
   const size_t bytes = object.header.payload_bytes;
   if (!pin->on_disk()) {  // Only HBM holds it.
+    const Payload memory = pin->memory();
+    if (memory.empty()) {  // Another load found the disk's copy damaged.
+      return absl::DataLossError(absl::StrCat(pin->id().Name(), " is damaged, and leaving"));
+    }
     AlignedBuffer own = AllocateAligned(bytes);
-    OKV_RETURN_IF_ERROR(GatherPieces(pin->memory(), {{.offset = 0, .bytes = bytes}},
+    OKV_RETURN_IF_ERROR(GatherPieces(memory, {{.offset = 0, .bytes = bytes}},
                                      absl::MakeSpan(own.get(), bytes)));
     return own;
   }

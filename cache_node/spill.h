@@ -89,7 +89,8 @@ class Spiller {
 
   // Makes an object that is not in DRAM readable there. Null: it is in DRAM now, as pin->dram()
   // says; else the payload itself, which DRAM had no room for, or not on its first use, or which
-  // only HBM holds. kDataLoss when the disk's copy is damaged: it is quarantined and the pin gone.
+  // only HBM holds. kDataLoss when the disk's copy is damaged: it is quarantined, and the pin gone
+  // unless another load found the damage first.
   // Other errors are the disk's or the device's.
   // Blocks on the disk.
   absl::StatusOr<AlignedBuffer> Load(ObjectPin* pin);

@@ -205,6 +205,26 @@ TEST(StorageTest, AFlippedBitInAGroupIsDataLossForThatObjectOnly) {
   ExpectQuarantined(directory.path(), 6, 12);
 }
 
+TEST(StorageTest, TwoReadersOfADamagedPayloadBothGetDataLoss) {
+  const TempDir directory;
+  Fill(directory.path(), 4);
+  Stored stored = Find(directory.path(), Filled(1));
+  stored.bytes[stored.at + 100] ^= 8;
+  testing_support::WriteFile(stored.path, stored.bytes);
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  {
+    ObjectPin first = *node.storage->table()->Pin(Filled(1).id());
+    ObjectPin second = *node.storage->table()->Pin(Filled(1).id());
+    for (ObjectPin* pin : {&first, &second}) {
+      const auto payload = node.storage->spiller()->Load(pin);
+      EXPECT_TRUE(absl::IsDataLoss(payload.status())) << payload.status();
+    }
+  }
+  EXPECT_EQ(node.Metric("okv_node_corrupt_objects_total{tier=\"disk\"}"), 1);
+  node.Close();
+}
+
 TEST(StorageTest, APayloadOfAnotherObjectIsDataLoss) {
   const TempDir directory;
   Fill(directory.path(), 4);
