@@ -29,6 +29,7 @@
 #include "proto/check.h"
 #include "proto/object.h"
 #include "proto/status_macros.h"
+#include "proto/rocksdb_log.h"
 
 namespace okv {
 namespace {
@@ -49,7 +50,6 @@ constexpr size_t kBlockCacheBytes = size_t{32} << 20;  // Index rows and filters
 // RocksDB's logs of itself count against the limit: a few MB at most.
 constexpr size_t kManifestBytesMax = size_t{1} << 20;
 constexpr size_t kLogBytesMax = size_t{8} << 20;
-constexpr size_t kInfoLogBytesMax = size_t{256} << 10;
 
 rocksdb::Slice AsSlice(absl::string_view bytes) { return {bytes.data(), bytes.size()}; }
 absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
@@ -74,11 +74,9 @@ rocksdb::DBOptions DatabaseOptions() {
   options.create_missing_column_families = true;
   options.max_total_wal_size = kLogBytesMax;
   options.max_background_jobs = 2;
-  options.keep_log_file_num = 2;
-  options.max_log_file_size = kInfoLogBytesMax;
+  options.info_log = std::make_shared<NoRocksdbLog>();
   options.max_manifest_file_size = kManifestBytesMax;
   options.allow_fallocate = false;  // What is preallocated is occupied, and not counted.
-  options.info_log_level = rocksdb::WARN_LEVEL;
   options.stats_dump_period_sec = 0;
   return options;
 }
