@@ -307,7 +307,7 @@ size_t Spiller::SpillAll(int64_t deadline_nanos) {
         parts_.table->PinColdest({.bytes = GroupBytes(),
                                   .objects_max = options_.group_objects_max,
                                   .where = BlockTable::Where::kOnlyInDram});
-    if (pins.empty()) return 0;
+    if (pins.empty()) break;
     bool disk_full = false;
     if (!CopyDown(&pins, &disk_full).ok() || (disk_full && pins.empty())) break;
   }

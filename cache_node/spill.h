@@ -96,7 +96,7 @@ class Spiller {
   absl::StatusOr<AlignedBuffer> Load(ObjectPin* pin);
 
   // Copies down what only DRAM holds, until the clock says deadline_nanos. Returns how many objects
-  // were left. REQUIRES: stopped.
+  // the disk does not have then, those that are pinned or only in HBM too. REQUIRES: stopped.
   size_t SpillAll(int64_t deadline_nanos);
 
  private:

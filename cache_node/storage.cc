@@ -160,12 +160,12 @@ absl::Status Storage::AdoptDisk() {
 
 void Storage::SpillRest(int64_t timeout_nanos) {
   const int64_t deadline_nanos = parts_.clock->NowNanos() + timeout_nanos;
-  size_t left = 0;
-  size_t copied = 0;
-  do {
-    copied = hbm_mover_ != nullptr ? hbm_mover_->SpillSome() : 0;
+  // DRAM first: what it holds must be on disk before HBM's finds room there.
+  size_t left = spiller_->SpillAll(deadline_nanos);
+  while (hbm_mover_ != nullptr && parts_.clock->NowNanos() < deadline_nanos &&
+         hbm_mover_->SpillSome() > 0) {
     left = spiller_->SpillAll(deadline_nanos);
-  } while (copied > 0 && parts_.clock->NowNanos() < deadline_nanos);
+  }
   if (left > 0) {
     parts_.log(
         absl::StrCat(left, " objects were only in memory and could not be spilled: they are lost"));
