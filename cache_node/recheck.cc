@@ -79,10 +79,12 @@ void Rechecker::Run() {
     Job job;
     {
       MutexLock lock(&mu_);
-      if (jobs_.empty() && !stopping_ && !later.empty()) changed_.WaitFor(&mu_, kRest);
-      while (jobs_.empty() && later.empty() && !stopping_) changed_.Wait(&mu_);
-      if (stopping_) return;
-      for (Job& waiting : std::exchange(later, {})) jobs_.push_back(std::move(waiting));
+      if (jobs_.empty() && !stopping_ && !later.empty()) {
+        changed_.WaitFor(&mu_, kRest);
+        for (Job& waiting : std::exchange(later, {})) jobs_.push_back(std::move(waiting));
+      }
+      while (jobs_.empty() && !stopping_) changed_.Wait(&mu_);
+      if (stopping_) break;
       job = std::move(jobs_.front());
       jobs_.pop_front();
     }
@@ -92,6 +94,17 @@ void Rechecker::Run() {
     }
     MutexLock lock(&mu_);
     queued_.erase(job.id);
+  }
+  {
+    MutexLock lock(&mu_);
+    for (Job& job : std::exchange(jobs_, {})) later.push_back(std::move(job));
+  }
+  // What waits to be put back is the only good copy.
+  for (Job& job : later) {
+    if (job.step == Step::kReturn && !Return(&job)) {
+      parts_.log(
+          absl::StrCat(job.id.Name(), " is still read from a bad copy: the good one is lost"));
+    }
   }
 }
 

@@ -154,6 +154,22 @@ TEST_F(ServeComplaintTest, ABadDiskCopyIsReplacedWhenTheReadersOfTheGoodOneHaveL
   ExpectDelivered(worker->Fetch(Request({object}))[0], object);
 }
 
+TEST_F(ServeComplaintTest, AStopPutsAGoodCopyBackThatWaitedForReaders) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  PutInBothTiers(object);
+  disk_->Flip(object.id());
+  const auto worker = OpenSession();
+  ObjectPin reader = *node_.storage->table()->Pin(object.id());
+  Complain(worker.get(), object);
+  EXPECT_TRUE(WaitUntil([this] { return node_.storage->table()->stats().objects_count == 0; }));
+  reader.Release();
+  StopNode();
+  StartNode();
+  const auto later = OpenSession();
+  ExpectDelivered(later->Fetch(Request({object}))[0], object);
+}
+
 TEST_F(ServeComplaintTest, WithEveryCopyBadTheObjectGoes) {
   StartNode();
   const TestObject object = MakeObject({.number = 1});
