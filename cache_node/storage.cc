@@ -111,6 +111,22 @@ ObjectRef Storage::Held(TierRecord* record) const {
 absl::Status Storage::AdoptDisk() {
   OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
   for (const Format& format : formats) formats_->AddStored(format);
+absl::Status Storage::RecoverFormats(const std::vector<TierRecord>& strangers) {
+  absl::flat_hash_set<std::pair<FormatId, uint32_t>> asked;
+  for (const TierRecord& record : strangers) {
+    const FormatId format_id = record.header.format_id;
+    const uint32_t group = record.place.group;
+    if (formats_->Find(format_id) != nullptr || !asked.emplace(format_id, group).second) continue;
+    const absl::StatusOr<Format> format = disk_->RecoverFormat(format_id, group);
+    if (absl::IsNotFound(format.status())) continue;  // Another group may tell.
+    OKV_RETURN_IF_ERROR(format.status());
+    formats_->AddStored(*format);
+    parts_.log(absl::StrCat("took back format ", format_id.Short(),
+                            " that the disk's index did not have"));
+  }
+  return absl::OkStatus();
+}
+
   std::vector<BlockTable::Adopted> adopted;
   adopted.reserve(disk_->stats().objects_count);
   std::vector<TierRecord> strangers;
@@ -131,18 +147,9 @@ absl::Status Storage::AdoptDisk() {
                                        }}));
   // A format is durable before its objects. An index that lost it did not lose the groups' tables.
   std::vector<ObjectId> unreadable;
-  absl::flat_hash_set<std::pair<FormatId, uint32_t>> asked;
   for (TierRecord& record : strangers) {
-    const FormatId format_id = record.header.format_id;
+  OKV_RETURN_IF_ERROR(RecoverFormats(strangers));
     const DiskPlace place = record.place;
-    if (formats_->Find(format_id) == nullptr && asked.emplace(format_id, place.group).second) {
-      const absl::StatusOr<Format> format = disk_->RecoverFormat(format_id, place.group);
-      if (format.ok()) {
-        formats_->AddStored(*format);
-        parts_.log(absl::StrCat("took back format ", format_id.Short(),
-                                " that the disk's index did not have"));
-      }
-    }
     const ObjectId id = record.header.id;
     if (ObjectRef object = Held(&record)) {
       adopted.push_back({std::move(object), place});

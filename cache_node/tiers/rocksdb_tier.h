@@ -107,12 +107,14 @@ class RocksdbTier final : public Tier {
   // Remove for many; their space is back after the next Flush that leaves a group without objects.
   absl::Status RemoveAll(absl::Span<const ObjectId> ids) ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
 
-  // What can still be written: up to the limit and down to the floor of free space.
+  // What can still be written: up to the limit and down to the floor of free space. 0 when the file
+  // system does not say what is free.
   uint64_t RoomBytes() const ABSL_LOCKS_EXCLUDED(mu_);
   // How much must be given back until `bytes` can be written; with 0 bytes: until limit and floor
-  // hold.
+  // hold. Nothing for the floor when the file system does not say what is free.
   uint64_t ShortBytes(uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
-  uint64_t FreeBytes() const { return files_->FreeBytes(); }
+  // 0 also when the file system does not say.
+  uint64_t FreeBytes() const { return files_->FreeBytes().value_or(0); }
   std::vector<GroupUse> Groups() const ABSL_LOCKS_EXCLUDED(mu_);
   bool direct_io() const { return files_->direct(); }
   IndexRecovery recovery() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -125,7 +127,8 @@ class RocksdbTier final : public Tier {
   // kDataLoss when one cannot be read.
   absl::StatusOr<std::vector<Format>> LoadFormats() ABSL_LOCKS_EXCLUDED(write_mu_);
   // A format that LoadFormats did not give, from the table of a group that has objects of it; it is
-  // remembered from now on. kNotFound when the group does not tell.
+  // remembered from now on. kNotFound when the group does not tell; other errors are the disk's, or
+  // of a later version's group.
   absl::StatusOr<Format> RecoverFormat(const FormatId& id, uint32_t group)
       ABSL_LOCKS_EXCLUDED(write_mu_);
 
@@ -166,8 +169,8 @@ class RocksdbTier final : public Tier {
   // Returns how many objects got a row. kNotFound or kDataLoss: the group has no table to read.
   absl::StatusOr<uint64_t> AdoptGroup(uint32_t group, uint64_t file_bytes, bool verify)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
-  // The object's row names bytes that are there.
-  bool HasPlace(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+  // The row names bytes that are there.
+  bool HasBytes(const IndexRowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
   // kDataLoss when the payload is not what the table says.
   absl::Status VerifyPayload(const TierRecord& record, const Format& format) const;
@@ -177,6 +180,7 @@ class RocksdbTier final : public Tier {
                                                     const std::function<bool(size_t)>& keep)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // How a write of RocksDB's ended; a failed one is remembered.
+  // Other errors say nothing of what is in it.
   absl::Status Written(absl::string_view what, const rocksdb::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   absl::Status CheckRoom(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
