@@ -241,8 +241,8 @@ void Rechecker::Quarantine(ObjectPin pin, const absl::Status& why) {
   // A removal that fails leaves a row that a restart finds damaged again.
   const absl::Status removed = parts_.disk->Remove(id);
   if (!removed.ok()) parts_.log(absl::StrCat("removing ", id.Name(), ": ", removed.message()));
+  parts_.on_removed(id, why);  // Before it may be written, and reported, again.
   parts_.table->Forget(std::move(pin));
-  parts_.on_removed(id, why);
 }
 
 }  // namespace okv

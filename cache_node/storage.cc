@@ -26,6 +26,9 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
   auto storage = absl::WrapUnique(new Storage(parts));
   RocksdbTierOptions disk = options.disk;
   if (!disk.log) disk.log = parts.log;
+  disk.in_use = [owner = storage.get()](uint32_t group) {
+    return owner->table_ != nullptr && owner->table_->HasGroup(group);
+  };
   OKV_ASSIGN_OR_RETURN(storage->disk_, RocksdbTier::Open(disk));
   storage->formats_ = std::make_unique<Formats>(
       [disk = storage->disk_.get()](const Format& format) { return disk->SaveFormat(format); });
@@ -108,9 +111,6 @@ ObjectRef Storage::Held(TierRecord* record) const {
       .header = std::move(record->header), .tenant = std::move(record->tenant), .layout = layout});
 }
 
-absl::Status Storage::AdoptDisk() {
-  OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
-  for (const Format& format : formats) formats_->AddStored(format);
 absl::Status Storage::RecoverFormats(const std::vector<TierRecord>& strangers) {
   absl::flat_hash_set<std::pair<FormatId, uint32_t>> asked;
   for (const TierRecord& record : strangers) {
@@ -127,6 +127,9 @@ absl::Status Storage::RecoverFormats(const std::vector<TierRecord>& strangers) {
   return absl::OkStatus();
 }
 
+absl::Status Storage::AdoptDisk() {
+  OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
+  for (const Format& format : formats) formats_->AddStored(format);
   std::vector<BlockTable::Adopted> adopted;
   adopted.reserve(disk_->stats().objects_count);
   std::vector<TierRecord> strangers;
@@ -146,9 +149,9 @@ absl::Status Storage::RecoverFormats(const std::vector<TierRecord>& strangers) {
                                              "dropped a row of the disk's index: ", why.message()));
                                        }}));
   // A format is durable before its objects. An index that lost it did not lose the groups' tables.
+  OKV_RETURN_IF_ERROR(RecoverFormats(strangers));
   std::vector<ObjectId> unreadable;
   for (TierRecord& record : strangers) {
-  OKV_RETURN_IF_ERROR(RecoverFormats(strangers));
     const DiskPlace place = record.place;
     const ObjectId id = record.header.id;
     if (ObjectRef object = Held(&record)) {

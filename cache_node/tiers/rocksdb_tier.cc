@@ -197,12 +197,21 @@ absl::Status RocksdbTier::ReadIndex(bool starting) {
     OKV_RETURN_IF_ERROR(AdoptGroups(rowless, /*rebuilding=*/marked.ok()));
   } else {
     // Who wrote them was told that they failed.
-    for (const auto& [group, file_bytes] : rowless) OKV_RETURN_IF_ERROR(files_->Delete(group));
+    for (const auto& [group, bytes] : rowless) OKV_RETURN_IF_ERROR(DropGroup(group, bytes));
   }
   if (!marked.ok()) return absl::OkStatus();
   OKV_RETURN_IF_ERROR(FromRocksdb("writing to the index",
                                   db_->Delete(rocksdb::WriteOptions(), AsSlice(kRebuildingKey))));
   return SyncLocked();
+}
+
+absl::Status RocksdbTier::DropGroup(uint32_t group, uint64_t file_bytes) {
+  if (!InUse(group)) return files_->Delete(group);
+  MutexLock lock(&mu_);
+  groups_[group].file_bytes = file_bytes;
+  files_bytes_ += file_bytes;
+  emptied_.push_back(group);
+  return absl::OkStatus();
 }
 
 absl::Status RocksdbTier::ReplaceIndex() {
@@ -416,7 +425,7 @@ absl::Status RocksdbTier::AdoptGroups(const GroupSizes& groups, bool rebuilding)
                      " bytes, is lost: ", status.message()));
   }
   OKV_RETURN_IF_ERROR(SyncLocked());
-  for (const uint32_t group : useless) OKV_RETURN_IF_ERROR(files_->Delete(group));
+  for (const uint32_t group : useless) OKV_RETURN_IF_ERROR(DropGroup(group, groups.at(group)));
   if (rebuilding || found.objects > 0) {
     Log(absl::StrCat("took back ", found.objects, " objects of ", found.groups,
                      " groups that the disk's index did not have; ", found.groups_lost,
@@ -469,8 +478,7 @@ void RocksdbTier::CountRemoved(const IndexRowUse& use) {
 uint64_t RocksdbTier::OccupiedLocked() const { return files_bytes_ + index_bytes_ + rows_bytes_; }
 
 uint64_t RocksdbTier::RoomBytes() const {
-  const std::optional<uint64_t> free = files_->FreeBytes();
-  if (!free.has_value()) return absl::UnavailableError("the file system does not say what is free");
+  const uint64_t free = FreeBytes();  // Or unknown: no room.
   const uint64_t above_floor = free - std::min(free, options_.free_floor_bytes);
   MutexLock lock(&mu_);
   return std::min(options_.disk_bytes - std::min(options_.disk_bytes, OccupiedLocked()),
@@ -491,7 +499,8 @@ absl::Status RocksdbTier::CheckRoom(uint64_t bytes) {
   if (RoomBytes() >= bytes) return absl::OkStatus();
   if (!emptied_.empty()) OKV_RETURN_IF_ERROR(FlushLocked());
   if (RoomBytes() >= bytes) return absl::OkStatus();
-  const uint64_t free = FreeBytes();  // Or unknown: no room.
+  const std::optional<uint64_t> free = files_->FreeBytes();
+  if (!free.has_value()) return absl::UnavailableError("the file system does not say what is free");
   MutexLock lock(&mu_);
   return absl::ResourceExhaustedError(
       absl::StrCat(bytes, " bytes do not fit: the disk tier occupies ", OccupiedLocked(), " of ",
@@ -537,14 +546,13 @@ absl::Status RocksdbTier::Put(absl::Span<const TierWrite> group) {
   return WriteGroup(group, [](size_t) { return true; }).status();
 }
 
-absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::Store(absl::Span<const TierWrite> group,
-                                                          const std::function<bool(size_t)>& keep) {
+absl::StatusOr<RocksdbTier::Stored> RocksdbTier::Store(absl::Span<const TierWrite> group,
+                                                       const std::function<bool(size_t)>& keep) {
   MutexLock lock(&write_mu_);
   OKV_RETURN_IF_ERROR(ResumeWrites());
   OKV_ASSIGN_OR_RETURN(std::vector<DiskPlace> places, WriteGroup(group, keep));
   // What this emptied stays until its objects' new places are known above: Flush deletes it.
-  OKV_RETURN_IF_ERROR(SyncLocked());
-  return places;
+  return Stored{.places = std::move(places), .synced = SyncLocked()};
 }
 
 absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(
@@ -623,10 +631,11 @@ absl::Status RocksdbTier::SyncLocked() {
 
 absl::Status RocksdbTier::FlushLocked() {
   OKV_RETURN_IF_ERROR(SyncLocked());
-  std::vector<uint32_t> kept;  // Those whose deletion failed: the next flush tries again.
-  MutexLock lock(&mu_);
+  std::vector<uint32_t> kept;  // In use, or not deleted: the next flush tries again.
   for (const uint32_t group : emptied_) {
-    if (files_->Delete(group).ok()) {
+    const bool deleted = !InUse(group) && files_->Delete(group).ok();
+    MutexLock lock(&mu_);
+    if (deleted) {
       files_bytes_ -= groups_.at(group).file_bytes;
       groups_.erase(group);
     } else {
