@@ -140,7 +140,11 @@ Rechecker::Findings Rechecker::Look(const ObjectPin& pin) const {
     const size_t bytes = object.header.payload_bytes;
     const auto buffer = std::make_unique_for_overwrite<uint8_t[]>(bytes);
     const absl::Span<uint8_t> span = absl::MakeSpan(buffer.get(), bytes);
-    found.disk = parts_.disk->Read(object.header.id, span);
+    DiskPlace place;
+    do {  // Between row and place a move looks like a file that is gone.
+      place = pin.place();
+      found.disk = parts_.disk->Read(object.header.id, span);
+    } while (!found.disk.ok() && pin.place() != place);
     if (found.disk.ok()) found.disk = parts_.spiller->Verify(object, span);
     // The table knew it.
     if (absl::IsNotFound(found.disk)) found.disk = absl::DataLossError(found.disk.message());
