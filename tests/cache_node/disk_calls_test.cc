@@ -132,17 +132,42 @@ class DiskCallsTest : public testing::Test {
   std::vector<absl::Status> removed_;
 };
 
-TEST_F(DiskCallsTest, AFullTierWhoseIndexTakesNothingKeepsWhatItHas) {
+// The index takes no removals, or anything else.
+int FailIndexWrites(FileCall call, const std::string& path) {
+  const bool writes = call == FileCall::kWrite || call == FileCall::kOpenToWrite;
+  return writes && absl::StrContains(path, "/rocksdb/") ? EROFS : 0;
+}
+
+TEST_F(DiskCallsTest, WhatCannotBeRemovedFromDiskStaysAndIsServed) {
+  Open();
+  MakeHalfWarmGroups();
+  const std::unique_ptr<Evictor> evictor = MakeEvictor();
+  {
+    const FailingCalls failing(FailIndexWrites);
+    for (int i = 0; i < 3; ++i) {
+      const absl::Status status = evictor->MakeRoom(SomeMore(), 0);
+      EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    }
+    EXPECT_EQ(objects_count(), written_);
+    EXPECT_EQ(Evicted(), 0);
+    EXPECT_TRUE(removed().empty());
+    EXPECT_EQ(ExpectHeldIsRight(), written_);
+  }
+  const absl::Status status = evictor->MakeRoom(SomeMore(), 0);
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_GT(Evicted(), 0);
+  EXPECT_EQ(removed().size(), Evicted());
+  EXPECT_EQ(ExpectHeldIsRight(), objects_count());
+}
+
+TEST_F(DiskCallsTest, AFullTierWhoseIndexTakesNothingServesOnAndRecovers) {
   Open();
   Write(200);
   ASSERT_GT(Evicted(), 0);
   uint64_t held = 0;
   size_t removals = 0;
   {
-    const FailingCalls failing([](FileCall call, const std::string& path) {
-      const bool writes = call == FileCall::kWrite || call == FileCall::kOpenToWrite;
-      return writes && absl::StrContains(path, "/rocksdb/") ? EROFS : 0;
-    });
+    const FailingCalls failing(FailIndexWrites);
     // DRAM fills with what can be read, and written, no more.
     while (node_.Write(Lone(written_)).ok()) ++written_;
     held = objects_count();
@@ -264,10 +289,7 @@ TEST_F(DiskCallsTest, AnIndexThatIsBuiltAnewWhileTheNodeRunsKeepsItsId) {
   RocksdbTier* disk = node_.storage->disk();
   const std::string node_id = disk->node_id();
   {
-    const FailingCalls failing([](FileCall call, const std::string& path) {
-      const bool writes = call == FileCall::kWrite || call == FileCall::kOpenToWrite;
-      return writes && absl::StrContains(path, "/rocksdb/") ? EROFS : 0;
-    });
+    const FailingCalls failing(FailIndexWrites);
     EXPECT_FALSE(disk->Remove(Lone(0).id()).ok());
     EXPECT_FALSE(disk->Flush().ok());
   }
