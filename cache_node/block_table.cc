@@ -351,6 +351,11 @@ std::vector<ObjectPin> BlockTable::DoomCold(absl::Span<const ColdObject> cold) {
   return pins;
 }
 
+bool BlockTable::HasGroup(uint32_t group) const {
+  MutexLock lock(&mu_);
+  return groups_.contains(group);
+}
+
 std::vector<ObjectPin> BlockTable::PinGroup(uint32_t group) {
   std::vector<ObjectPin> pins;
   MutexLock lock(&mu_);
@@ -399,6 +404,28 @@ void BlockTable::Forget(ObjectPin pin) {
   pin.table_ = nullptr;
   entry->released = true;
   UnpinLocked(entry);
+}
+
+void BlockTable::Undoom(std::vector<Doomed> doomed) {
+  MutexLock lock(&mu_);
+  std::sort(doomed.begin(), doomed.end(), [](const Doomed& a, const Doomed& b) {
+    return a.pin.entry_->used > b.pin.entry_->used;
+  });
+  for (Doomed& object : doomed) {
+    Entry* entry = object.pin.entry_;
+    OKV_CHECK(entry->doomed && !entry->released);
+    object.pin.table_ = nullptr;
+    entry->doomed = false;
+    Count(*entry, /*add=*/true);
+    if (!entry->hbm.empty()) ++CodecStats(*entry).hbm_objects;
+    if (!entry->dram.empty()) ++CodecStats(*entry).dram_objects;
+    if (object.place.known()) {
+      SetPlace(entry, object.place);
+      DiskList::Remove(entry);
+      on_disk_.PushFront(entry);
+    }
+    UnpinLocked(entry);
+  }
 }
 
 std::vector<ObjectRef> BlockTable::Objects() const {

@@ -167,7 +167,7 @@ struct ColdObject {
 // What this node holds, and where. The only authority: metrics, inventory and the control plane's
 // index follow it. An object leaves HBM only when it is in DRAM or on disk, DRAM only when it is on
 // disk, and neither while somebody pins it. Thread-safe; `dram` and `hbm` (null: there is none)
-// outlive it. Lock order: the table's, a tier's, its pool's.
+// outlive it. Lock order: the disk's, the table's, another tier's, its pool's.
 class BlockTable {
  public:
   explicit BlockTable(DramTier* dram, const TenantBudgets& budgets = {}, HbmTier* hbm = nullptr)
@@ -244,6 +244,8 @@ class BlockTable {
   // Dooms those of `cold` of which that still holds, in order, and pins them. As after Doom, the
   // caller removes the disk copies, then calls Forget.
   std::vector<ObjectPin> DoomCold(absl::Span<const ColdObject> cold) ABSL_LOCKS_EXCLUDED(mu_);
+  // Some object's disk copy is in this group.
+  bool HasGroup(uint32_t group) const ABSL_LOCKS_EXCLUDED(mu_);
   // Pins every object of a group that is not doomed. Not a use.
   std::vector<ObjectPin> PinGroup(uint32_t group) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -251,6 +253,13 @@ class BlockTable {
   // removes the disk copy, then calls Forget: it goes when the last pin does.
   bool Doom(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
   void Forget(ObjectPin pin) ABSL_LOCKS_EXCLUDED(mu_);
+  struct Doomed {
+    ObjectPin pin;
+    DiskPlace place;  // As it was before; unknown: only in memory.
+  };
+  // Takes back what DoomCold did, instead of Forget: these disk copies could not be removed. The
+  // first to leave are the first again, in their order of use.
+  void Undoom(std::vector<Doomed> doomed) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Every object held. A snapshot.
   std::vector<ObjectRef> Objects() const ABSL_LOCKS_EXCLUDED(mu_);

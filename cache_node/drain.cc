@@ -65,6 +65,10 @@ class Drainer::Pass {
 
 Drainer::Left Drainer::Pass::Run() {
   std::map<Scope, std::vector<ObjectRef>> scopes;
+  // Puts that were taken before the drain began: asked for first, so that none of them is missed.
+  // They count without their bytes.
+  left_.objects = drainer_->parts_.table->stats().claims_count;
+  if (left_.objects > 0) left_.why = "puts are still arriving";
   for (ObjectRef& object : drainer_->parts_.table->Objects()) {
     scopes[{object->tenant, object->header.format_id}].push_back(std::move(object));
   }
@@ -170,18 +174,18 @@ absl::StatusOr<std::string> Drainer::Pass::Ticket(const Scope& scope) {
 
 absl::StatusOr<std::shared_ptr<NodeSession>> Drainer::Pass::Session(const Scope& scope,
                                                                     const v1::NodeAddress& node) {
-  std::shared_ptr<NodeSession>& session = sessions_[{scope, node.data_address()}];
-  if (session != nullptr && !session->broken()) return session;
+  const std::pair<Scope, std::string> peer(scope, node.data_address());
+  const auto found = sessions_.find(peer);
+  if (found != sessions_.end() && !found->second->broken()) return found->second;
   OKV_ASSIGN_OR_RETURN(const std::string ticket, Ticket(scope));
-  session =
-      NodeSession::Create(drainer_->parts_.transport,
-                          {.address = node.data_address(),
-                           .node_id = node.node_id(),
-                           .client_name = absl::StrCat("node ", drainer_->options_.node_id),
-                           .ticket = ticket,
-                           .format = drainer_->parts_.formats->Find(scope.second)->Canonical(),
-                           .format_id = scope.second});
-  return session;
+  return sessions_[peer] = NodeSession::Create(
+             drainer_->parts_.transport,
+             {.address = node.data_address(),
+              .node_id = node.node_id(),
+              .client_name = absl::StrCat("node ", drainer_->options_.node_id),
+              .ticket = ticket,
+              .format = drainer_->parts_.formats->Find(scope.second)->Canonical(),
+              .format_id = scope.second});
 }
 
 void Drainer::Pass::Settle(const Move& move, const absl::Status& status) {

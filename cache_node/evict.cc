@@ -64,7 +64,7 @@ absl::Status Evictor::MakeRoom(uint64_t bytes, uint64_t group_bytes) {
 }
 
 uint64_t Evictor::DropFromMemory(uint64_t bytes) {
-  absl::Status removed;  // A row that stays leads a restart to an object that is whole.
+  absl::Status removed;  // The disk is as it is: what memory alone holds goes all the same.
   return Leave(parts_.table->Cold({.bytes = bytes, .in_memory = true}), ReasonFor(bytes), &removed);
 }
 
@@ -123,76 +123,98 @@ absl::Status Evictor::Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::
 uint64_t Evictor::Leave(const std::vector<ColdObject>& cold, NodeMetrics::Eviction reason,
                         absl::Status* removed) {
   absl::flat_hash_set<ObjectId> over_budget;
-  absl::flat_hash_set<ObjectId> only_in_memory;
+  absl::flat_hash_map<ObjectId, DiskPlace> places;
   for (const ColdObject& object : cold) {
     if (object.over_budget) over_budget.insert(object.id);
-    if (!object.place.known()) only_in_memory.insert(object.id);
+    if (object.place.known()) places[object.id] = object.place;
   }
   std::vector<ObjectPin> doomed = parts_.table->DoomCold(cold);
-  uint64_t memory_bytes = 0;
-  std::vector<ObjectId> ids;
   std::vector<ObjectId> on_disk;
   for (const ObjectPin& pin : doomed) {
-    ids.push_back(pin.id());
-    if (!only_in_memory.contains(pin.id())) on_disk.push_back(pin.id());
-    if (!pin.memory().empty()) memory_bytes += pin.object().header.payload_bytes;
-    parts_.metrics->Evicted(
-        over_budget.contains(pin.id()) ? NodeMetrics::Eviction::kTenantBudget : reason,
-        /*objects_count=*/1, pin.object().header.payload_bytes);
+    if (places.contains(pin.id())) on_disk.push_back(pin.id());
   }
-  // A removal that fails leaves rows: a restart finds the objects again, whole.
   if (!on_disk.empty()) *removed = parts_.disk->RemoveAll(on_disk);
-  for (ObjectPin& pin : doomed) parts_.table->Forget(std::move(pin));
   const absl::Status why = absl::ResourceExhaustedError("evicted: the disk tier is full");
-  for (const ObjectId& id : ids) parts_.on_removed(id, why);
+  uint64_t memory_bytes = 0;
+  std::vector<BlockTable::Doomed> staying;
+  absl::flat_hash_set<BlockKey> parents;  // Of those; children come first.
+  for (ObjectPin& pin : doomed) {
+    const ObjectHeader& header = pin.object().header;
+    const auto place = places.find(header.id);
+    const bool is_on_disk = place != places.end();
+    if (!removed->ok() && (is_on_disk || parents.contains(header.id.key))) {
+      if (header.parent.has_value()) parents.insert(*header.parent);
+      staying.push_back({std::move(pin), is_on_disk ? place->second : DiskPlace{}});
+      continue;
+    }
+    if (!pin.memory().empty()) memory_bytes += header.payload_bytes;
+    parts_.metrics->Evicted(
+        over_budget.contains(header.id) ? NodeMetrics::Eviction::kTenantBudget : reason,
+        /*objects_count=*/1, header.payload_bytes);
+    parts_.on_removed(header.id, why);  // Before it may be written, and reported, again.
+    parts_.table->Forget(std::move(pin));
+  }
+  if (!staying.empty()) parts_.table->Undoom(std::move(staying));
   return memory_bytes;
 }
 
 absl::Status Evictor::Move(const std::vector<uint32_t>& groups, uint64_t group_bytes) {
   std::vector<ObjectPin> pins;
+  Moves moves;
   uint64_t bytes = 0;
   for (const uint32_t group : groups) {
     for (ObjectPin& pin : parts_.table->PinGroup(group)) {
       const uint64_t payload_bytes = DiskPagesBytes(pin.object().header.payload_bytes);
       if (!pins.empty() && bytes + payload_bytes > group_bytes) {
-        OKV_RETURN_IF_ERROR(MoveSome(std::exchange(pins, {})));
+        OKV_RETURN_IF_ERROR(MoveSome(std::exchange(pins, {}), &moves));
         bytes = 0;
       }
       bytes += payload_bytes;
       pins.push_back(std::move(pin));
     }
   }
-  return pins.empty() ? absl::OkStatus() : MoveSome(std::move(pins));
+  if (!pins.empty()) OKV_RETURN_IF_ERROR(MoveSome(std::move(pins), &moves));
+  return moves.objects_count > 0 ? absl::OkStatus() : moves.unread;
 }
 
-absl::Status Evictor::MoveSome(std::vector<ObjectPin> pins) {
+absl::StatusOr<absl::Span<const uint8_t>> Evictor::Whole(
+    const ObjectPin& pin, std::vector<AlignedBuffer>* buffers) const {
+  const absl::Span<const uint8_t> dram = pin.dram();
+  // A copy of DRAM that is damaged must not replace the disk's.
+  if (!dram.empty() && parts_.verify(pin.object(), dram).ok()) return dram;
+  const size_t bytes = pin.object().header.payload_bytes;
+  buffers->push_back(AllocateAligned(bytes));
+  const absl::Span<uint8_t> buffer(buffers->back().get(), bytes);
+  const absl::Status status = parts_.disk->ReadAt(pin.place(), buffer);
+  if (absl::IsNotFound(status)) return absl::DataLossError(status.message());
+  OKV_RETURN_IF_ERROR(status);
+  OKV_RETURN_IF_ERROR(parts_.verify(pin.object(), buffer));
+  return buffer;
+}
+
+absl::Status Evictor::MoveSome(std::vector<ObjectPin> pins, Moves* moves) {
   std::vector<AlignedBuffer> buffers;
   std::vector<TierWrite> writes;
   std::vector<ObjectPin> moved;
   for (ObjectPin& pin : pins) {
-    absl::Span<const uint8_t> payload = pin.dram();
-    if (payload.empty()) {
-      const size_t bytes = pin.object().header.payload_bytes;
-      buffers.push_back(AllocateAligned(bytes));
-      const absl::Span<uint8_t> buffer(buffers.back().get(), bytes);
-      absl::Status status = parts_.disk->ReadAt(pin.place(), buffer);
-      if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());
-      if (status.ok()) status = parts_.verify(pin.object(), buffer);
-      if (absl::IsDataLoss(status)) {
-        parts_.quarantine(std::move(pin), status);
-        continue;
-      }
-      OKV_RETURN_IF_ERROR(status);
-      payload = buffer;
+    const absl::StatusOr<absl::Span<const uint8_t>> payload = Whole(pin, &buffers);
+    if (payload.ok()) {
+      writes.push_back({.object = pin.object_ref(), .payload = *payload});
+      moved.push_back(std::move(pin));
+    } else if (absl::IsDataLoss(payload.status())) {
+      parts_.quarantine(std::move(pin), payload.status());
+    } else {
+      stuck_.insert(pin.place().group);
+      moves->unread = payload.status();
     }
-    writes.push_back({.object = pin.object_ref(), .payload = payload});
-    moved.push_back(std::move(pin));
   }
   if (writes.empty()) return absl::OkStatus();
-  OKV_ASSIGN_OR_RETURN(const std::vector<DiskPlace> places,
+  OKV_ASSIGN_OR_RETURN(const RocksdbTier::Stored stored,
                        parts_.disk->Store(writes, [](size_t) { return true; }));
-  for (size_t i = 0; i < moved.size(); ++i) parts_.table->MarkOnDisk(moved[i], places[i]);
-  return absl::OkStatus();
+  // Durable or not, the old group is empty by the index's account, and goes.
+  for (size_t i = 0; i < moved.size(); ++i) parts_.table->MarkOnDisk(moved[i], stored.places[i]);
+  moves->objects_count += moved.size();
+  return stored.synced;
 }
 
 }  // namespace okv

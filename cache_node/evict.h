@@ -8,6 +8,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cache_node/block_table.h"
 #include "cache_node/node_metrics.h"
@@ -56,16 +57,26 @@ class Evictor {
   Plan Choose(std::vector<ColdObject> cold, uint64_t goal_bytes, uint64_t room_bytes);
   absl::Status Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason);
   // Those of `cold` that still may leave the node. Returns their payload bytes that memory had.
+  // When the disk fails, what is on it stays, and is served; *removed says why.
   uint64_t Leave(const std::vector<ColdObject>& cold, NodeMetrics::Eviction reason,
                  absl::Status* removed);
   // Why the disk tier has not `bytes` more.
   NodeMetrics::Eviction ReasonFor(uint64_t bytes) const;
-  // Writes what is left in the plan's groups into new ones.
+  struct Moves {
+    uint64_t objects_count = 0;
+    absl::Status unread;  // Of the last that the disk did not give.
+  };
+  // Writes what is left in the plan's groups into new ones. What cannot be read stays where it is,
+  // and its group with it: the disk's error when that is all.
   absl::Status Move(const std::vector<uint32_t>& groups, uint64_t group_bytes);
-  absl::Status MoveSome(std::vector<ObjectPin> pins);
+  absl::Status MoveSome(std::vector<ObjectPin> pins, Moves* moves);
+  // The verified payload, from DRAM or in a new one of `buffers`. kDataLoss: no copy is right.
+  absl::StatusOr<absl::Span<const uint8_t>> Whole(const ObjectPin& pin,
+                                                  std::vector<AlignedBuffer>* buffers) const;
 
   const Parts parts_;
-  // Groups that did not go although all that is known of them did: a restart sorts them out.
+  // Groups that did not go although all that is known of them did, or that cannot be read: a
+  // restart sorts them out.
   absl::flat_hash_set<uint32_t> stuck_;
 };
 

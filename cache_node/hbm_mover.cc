@@ -150,7 +150,10 @@ size_t HbmMover::SpillSome() {
       parts_.table->PinColdestInHbm({.bytes = GroupBytes(),
                                      .objects_max = options_.group_objects_max,
                                      .where = BlockTable::InHbm::kOnlyInHbm});
-  return CopyDown(&pins, /*may_wait=*/false);
+  const uint64_t before = parts_.table->stats().objects_count;
+  const size_t copied = CopyDown(&pins, /*may_wait=*/false);
+  const uint64_t after = parts_.table->stats().objects_count;
+  return copied + (before - std::min(before, after));  // What was quarantined is out of the way.
 }
 
 absl::StatusOr<Extent> HbmMover::AllocateDram(size_t bytes, bool may_wait) {

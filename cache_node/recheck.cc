@@ -79,10 +79,12 @@ void Rechecker::Run() {
     Job job;
     {
       MutexLock lock(&mu_);
-      if (jobs_.empty() && !stopping_ && !later.empty()) changed_.WaitFor(&mu_, kRest);
-      while (jobs_.empty() && later.empty() && !stopping_) changed_.Wait(&mu_);
-      if (stopping_) return;
-      for (Job& waiting : std::exchange(later, {})) jobs_.push_back(std::move(waiting));
+      if (jobs_.empty() && !stopping_ && !later.empty()) {
+        changed_.WaitFor(&mu_, kRest);
+        for (Job& waiting : std::exchange(later, {})) jobs_.push_back(std::move(waiting));
+      }
+      while (jobs_.empty() && !stopping_) changed_.Wait(&mu_);
+      if (stopping_) break;
       job = std::move(jobs_.front());
       jobs_.pop_front();
     }
@@ -92,6 +94,17 @@ void Rechecker::Run() {
     }
     MutexLock lock(&mu_);
     queued_.erase(job.id);
+  }
+  {
+    MutexLock lock(&mu_);
+    for (Job& job : std::exchange(jobs_, {})) later.push_back(std::move(job));
+  }
+  // What waits to be put back is the only good copy.
+  for (Job& job : later) {
+    if (job.step == Step::kReturn && !Return(&job)) {
+      parts_.log(
+          absl::StrCat(job.id.Name(), " is still read from a bad copy: the good one is lost"));
+    }
   }
 }
 
@@ -127,7 +140,11 @@ Rechecker::Findings Rechecker::Look(const ObjectPin& pin) const {
     const size_t bytes = object.header.payload_bytes;
     const auto buffer = std::make_unique_for_overwrite<uint8_t[]>(bytes);
     const absl::Span<uint8_t> span = absl::MakeSpan(buffer.get(), bytes);
-    found.disk = parts_.disk->Read(object.header.id, span);
+    DiskPlace place;
+    do {  // Between row and place a move looks like a file that is gone.
+      place = pin.place();
+      found.disk = parts_.disk->Read(object.header.id, span);
+    } while (!found.disk.ok() && pin.place() != place);
     if (found.disk.ok()) found.disk = parts_.spiller->Verify(object, span);
     // The table knew it.
     if (absl::IsNotFound(found.disk)) found.disk = absl::DataLossError(found.disk.message());
@@ -228,8 +245,8 @@ void Rechecker::Quarantine(ObjectPin pin, const absl::Status& why) {
   // A removal that fails leaves a row that a restart finds damaged again.
   const absl::Status removed = parts_.disk->Remove(id);
   if (!removed.ok()) parts_.log(absl::StrCat("removing ", id.Name(), ": ", removed.message()));
+  parts_.on_removed(id, why);  // Before it may be written, and reported, again.
   parts_.table->Forget(std::move(pin));
-  parts_.on_removed(id, why);
 }
 
 }  // namespace okv

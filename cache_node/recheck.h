@@ -49,7 +49,8 @@ class Rechecker {
   // Queues a check, unless there are too many; counts the complaint either way. Another tenant's
   // object is as one that is not here. Never blocks.
   void Complain(const std::string& tenant, const ObjectId& id) ABSL_LOCKS_EXCLUDED(mu_);
-  // Drops what has not begun and joins the thread.
+  // Drops what has not begun, puts back what waited for readers, if they have left, and joins the
+  // thread.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

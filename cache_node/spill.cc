@@ -264,9 +264,9 @@ absl::Status Spiller::CopyDown(std::vector<ObjectPin>* pins, bool* disk_full) {
   std::vector<DiskPlace> places;
   absl::Status status = evictor_.MakeRoom(cost_bytes, GroupBytes());
   if (status.ok()) {
-    absl::StatusOr<std::vector<DiskPlace>> stored = parts_.disk->Store(group, keep);
-    status = stored.status();
-    if (stored.ok()) places = *std::move(stored);
+    absl::StatusOr<RocksdbTier::Stored> stored = parts_.disk->Store(group, keep);
+    status = stored.ok() ? stored->synced : stored.status();
+    if (stored.ok()) places = std::move(stored->places);
   }
   NoteDisk(status);
   *disk_full = absl::IsResourceExhausted(status);
@@ -307,7 +307,7 @@ size_t Spiller::SpillAll(int64_t deadline_nanos) {
         parts_.table->PinColdest({.bytes = GroupBytes(),
                                   .objects_max = options_.group_objects_max,
                                   .where = BlockTable::Where::kOnlyInDram});
-    if (pins.empty()) return 0;
+    if (pins.empty()) break;
     bool disk_full = false;
     if (!CopyDown(&pins, &disk_full).ok() || (disk_full && pins.empty())) break;
   }
@@ -322,9 +322,13 @@ absl::StatusOr<AlignedBuffer> Spiller::Load(ObjectPin* pin) {
   const HeldObject& object = pin->object();
   const size_t bytes = object.header.payload_bytes;
   if (!pin->on_disk()) {  // Only HBM holds it.
+    const Payload memory = pin->memory();
+    if (memory.empty()) {  // Another load found the disk's copy damaged.
+      return absl::DataLossError(absl::StrCat(pin->id().Name(), " is damaged, and leaving"));
+    }
     AlignedBuffer own = AllocateAligned(bytes);
-    OKV_RETURN_IF_ERROR(GatherPieces(pin->memory(), {{.offset = 0, .bytes = bytes}},
-                                     absl::MakeSpan(own.get(), bytes)));
+    OKV_RETURN_IF_ERROR(
+        GatherPieces(memory, {{.offset = 0, .bytes = bytes}}, absl::MakeSpan(own.get(), bytes)));
     return own;
   }
   absl::StatusOr<Extent> extent = AllocateForLoad(*pin);
@@ -387,10 +391,11 @@ void Spiller::Quarantine(ObjectPin pin, const Tier& tier, const absl::Status& wh
   const ObjectId id = pin.id();
   // A removal that fails leaves a row that a restart finds damaged again.
   const absl::Status removed = parts_.disk->Remove(id);
-  parts_.table->Forget(std::move(pin));
+  // Before it may be written, and reported, again.
   parts_.on_removed(id, removed.ok() ? why
                                      : absl::DataLossError(absl::StrCat(
                                            why.message(), "; removing it: ", removed.message())));
+  parts_.table->Forget(std::move(pin));
 }
 
 }  // namespace okv

@@ -89,13 +89,14 @@ class Spiller {
 
   // Makes an object that is not in DRAM readable there. Null: it is in DRAM now, as pin->dram()
   // says; else the payload itself, which DRAM had no room for, or not on its first use, or which
-  // only HBM holds. kDataLoss when the disk's copy is damaged: it is quarantined and the pin gone.
+  // only HBM holds. kDataLoss when the disk's copy is damaged: it is quarantined, and the pin gone
+  // unless another load found the damage first.
   // Other errors are the disk's or the device's.
   // Blocks on the disk.
   absl::StatusOr<AlignedBuffer> Load(ObjectPin* pin);
 
   // Copies down what only DRAM holds, until the clock says deadline_nanos. Returns how many objects
-  // were left. REQUIRES: stopped.
+  // the disk does not have then, those that are pinned or only in HBM too. REQUIRES: stopped.
   size_t SpillAll(int64_t deadline_nanos);
 
  private:

@@ -26,6 +26,9 @@ absl::StatusOr<std::unique_ptr<Storage>> Storage::Open(const StorageOptions& opt
   auto storage = absl::WrapUnique(new Storage(parts));
   RocksdbTierOptions disk = options.disk;
   if (!disk.log) disk.log = parts.log;
+  disk.in_use = [owner = storage.get()](uint32_t group) {
+    return owner->table_ != nullptr && owner->table_->HasGroup(group);
+  };
   OKV_ASSIGN_OR_RETURN(storage->disk_, RocksdbTier::Open(disk));
   storage->formats_ = std::make_unique<Formats>(
       [disk = storage->disk_.get()](const Format& format) { return disk->SaveFormat(format); });
@@ -108,6 +111,22 @@ ObjectRef Storage::Held(TierRecord* record) const {
       .header = std::move(record->header), .tenant = std::move(record->tenant), .layout = layout});
 }
 
+absl::Status Storage::RecoverFormats(const std::vector<TierRecord>& strangers) {
+  absl::flat_hash_set<std::pair<FormatId, uint32_t>> asked;
+  for (const TierRecord& record : strangers) {
+    const FormatId format_id = record.header.format_id;
+    const uint32_t group = record.place.group;
+    if (formats_->Find(format_id) != nullptr || !asked.emplace(format_id, group).second) continue;
+    const absl::StatusOr<Format> format = disk_->RecoverFormat(format_id, group);
+    if (absl::IsNotFound(format.status())) continue;  // Another group may tell.
+    OKV_RETURN_IF_ERROR(format.status());
+    formats_->AddStored(*format);
+    parts_.log(absl::StrCat("took back format ", format_id.Short(),
+                            " that the disk's index did not have"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Storage::AdoptDisk() {
   OKV_ASSIGN_OR_RETURN(const std::vector<Format> formats, disk_->LoadFormats());
   for (const Format& format : formats) formats_->AddStored(format);
@@ -130,19 +149,10 @@ absl::Status Storage::AdoptDisk() {
                                              "dropped a row of the disk's index: ", why.message()));
                                        }}));
   // A format is durable before its objects. An index that lost it did not lose the groups' tables.
+  OKV_RETURN_IF_ERROR(RecoverFormats(strangers));
   std::vector<ObjectId> unreadable;
-  absl::flat_hash_set<std::pair<FormatId, uint32_t>> asked;
   for (TierRecord& record : strangers) {
-    const FormatId format_id = record.header.format_id;
     const DiskPlace place = record.place;
-    if (formats_->Find(format_id) == nullptr && asked.emplace(format_id, place.group).second) {
-      const absl::StatusOr<Format> format = disk_->RecoverFormat(format_id, place.group);
-      if (format.ok()) {
-        formats_->AddStored(*format);
-        parts_.log(absl::StrCat("took back format ", format_id.Short(),
-                                " that the disk's index did not have"));
-      }
-    }
     const ObjectId id = record.header.id;
     if (ObjectRef object = Held(&record)) {
       adopted.push_back({std::move(object), place});
@@ -160,12 +170,12 @@ absl::Status Storage::AdoptDisk() {
 
 void Storage::SpillRest(int64_t timeout_nanos) {
   const int64_t deadline_nanos = parts_.clock->NowNanos() + timeout_nanos;
-  size_t left = 0;
-  size_t copied = 0;
-  do {
-    copied = hbm_mover_ != nullptr ? hbm_mover_->SpillSome() : 0;
+  // DRAM first: what it holds must be on disk before HBM's finds room there.
+  size_t left = spiller_->SpillAll(deadline_nanos);
+  while (hbm_mover_ != nullptr && parts_.clock->NowNanos() < deadline_nanos &&
+         hbm_mover_->SpillSome() > 0) {
     left = spiller_->SpillAll(deadline_nanos);
-  } while (copied > 0 && parts_.clock->NowNanos() < deadline_nanos);
+  }
   if (left > 0) {
     parts_.log(
         absl::StrCat(left, " objects were only in memory and could not be spilled: they are lost"));

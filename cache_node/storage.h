@@ -77,6 +77,8 @@ class Storage {
  private:
   explicit Storage(const Parts& parts) : parts_(parts) {}
   absl::Status AdoptDisk();
+  // Formats that these need and the disk's index does not have, from the groups' tables.
+  absl::Status RecoverFormats(const std::vector<TierRecord>& strangers);
   absl::Status OpenHbm(const StorageOptions& options);
   // As the table wants it; null when the record fits no format known here.
   ObjectRef Held(TierRecord* record) const;

@@ -29,14 +29,9 @@ class HookedList {
 
   bool empty() const { return head_.next == &head_; }
   // REQUIRES: it is in no list of this tag.
-  void PushBack(Owner* owner) {
-    Hook* hook = owner;
-    OKV_CHECK(hook->next == nullptr);
-    hook->previous = head_.previous;
-    hook->next = &head_;
-    hook->previous->next = hook;
-    head_.previous = hook;
-  }
+  void PushBack(Owner* owner) { Insert(owner, &head_); }
+  // REQUIRES: it is in no list of this tag.
+  void PushFront(Owner* owner) { Insert(owner, head_.next); }
   // Nothing happens to an owner that is in no list.
   static void Remove(Owner* owner) {
     Hook* hook = owner;
@@ -68,6 +63,15 @@ class HookedList {
   Iterator end() const { return Iterator(&head_); }
 
  private:
+  void Insert(Owner* owner, Hook* next) {
+    Hook* hook = owner;
+    OKV_CHECK(hook->next == nullptr);
+    hook->previous = next->previous;
+    hook->next = next;
+    hook->previous->next = hook;
+    next->previous = hook;
+  }
+
   mutable Hook head_;
 };
 

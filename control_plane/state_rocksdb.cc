@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
+#include "proto/rocksdb_log.h"
 
 namespace okv {
 namespace {
@@ -63,9 +64,7 @@ absl::StatusOr<std::unique_ptr<State>> OpenRocksdbState(const std::string& direc
   options.create_if_missing = true;
   options.paranoid_checks = true;
   options.max_open_files = 64;
-  // The log of a process that runs for months stays below 64 MiB.
-  options.keep_log_file_num = 4;
-  options.max_log_file_size = size_t{16} << 20;
+  options.info_log = std::make_shared<NoRocksdbLog>();
   rocksdb::DB* db = nullptr;
   const rocksdb::Status status = rocksdb::DB::Open(options, directory, &db);
   if (!status.ok()) {

@@ -196,31 +196,29 @@ absl::StatusOr<std::vector<uint32_t>> GroupFiles::Write(
   std::vector<absl::Span<const uint8_t>> parts(payloads.begin(), payloads.end());
   parts.push_back(absl::MakeConstSpan(table_pages.get(), table_bytes));
   const std::string name = FileName(group);
-  const absl::Status status = WriteFile(name, file_bytes + table_bytes, parts);
-  if (!status.ok()) {
-    unlinkat(directory_fd_, name.c_str(), 0);
-    return status;
-  }
-  return pages;
-}
-
-absl::Status GroupFiles::WriteFile(const std::string& name, uint64_t file_bytes,
-                                   absl::Span<const absl::Span<const uint8_t>> payloads) {
-  const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (direct_ ? O_DIRECT : 0);
+  const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | (direct_ ? O_DIRECT : 0);
   const File file(openat(directory_fd_, name.c_str(), flags, 0600));
   if (file.fd() < 0) {
     // A directory that went away is no miss.
     const int error = errno == ENOENT ? EIO : errno;
     return FromErrno(absl::StrCat("making ", name), error);
   }
+  const absl::Status status = Fill(file.fd(), name, file_bytes + table_bytes, parts);
+  if (status.ok()) return pages;
+  unlinkat(directory_fd_, name.c_str(), 0);
+  return status;
+}
+
+absl::Status GroupFiles::Fill(int fd, const std::string& name, uint64_t file_bytes,
+                              absl::Span<const absl::Span<const uint8_t>> payloads) {
   // One extent instead of many, and a full disk is known before anything is written.
-  if (fallocate(file.fd(), 0, 0, static_cast<off_t>(file_bytes)) != 0 && errno != EOPNOTSUPP) {
+  if (fallocate(fd, 0, 0, static_cast<off_t>(file_bytes)) != 0 && errno != EOPNOTSUPP) {
     return FromErrno(absl::StrCat("making room for ", name), errno);
   }
   AlignedBuffer copies;
-  const int error = WriteParts(file.fd(), WholePages(payloads, &copies));
+  const int error = WriteParts(fd, WholePages(payloads, &copies));
   if (error != 0) return FromErrno(absl::StrCat("writing ", name), error);
-  if (fdatasync(file.fd()) != 0) return FromErrno(absl::StrCat("syncing ", name), errno);
+  if (fdatasync(fd) != 0) return FromErrno(absl::StrCat("syncing ", name), errno);
   if (fsync(directory_fd_) != 0) return FromErrno("syncing the directory of groups", errno);
   return absl::OkStatus();
 }
@@ -300,23 +298,31 @@ absl::StatusOr<std::map<uint32_t, uint64_t>> GroupFiles::List() const {
   DIR* directory = fd >= 0 ? fdopendir(fd) : nullptr;
   if (directory == nullptr) return FromErrno("listing groups", errno);
   std::map<uint32_t, uint64_t> groups;
-  while (const dirent* entry = readdir(directory)) {
+  // A list that is cut short would pass for files that are gone.
+  int error = 0;
+  while (error == 0) {
+    errno = 0;
+    const dirent* entry = readdir(directory);
+    error = errno;
+    if (entry == nullptr) break;
     char* end = nullptr;
     const unsigned long group = std::strtoul(entry->d_name, &end, 16);
+    if (FileName(static_cast<uint32_t>(group)) != entry->d_name) continue;
     struct stat status;
-    if (FileName(static_cast<uint32_t>(group)) != entry->d_name ||
-        fstatat(fd, entry->d_name, &status, 0) != 0) {
-      continue;
+    if (fstatat(fd, entry->d_name, &status, 0) == 0) {
+      groups[static_cast<uint32_t>(group)] = static_cast<uint64_t>(status.st_size);
+    } else if (errno != ENOENT) {
+      error = errno;
     }
-    groups[static_cast<uint32_t>(group)] = static_cast<uint64_t>(status.st_size);
   }
   closedir(directory);
+  if (error != 0) return FromErrno("listing groups", error == ENOENT ? EIO : error);
   return groups;
 }
 
-uint64_t GroupFiles::FreeBytes() const {
+std::optional<uint64_t> GroupFiles::FreeBytes() const {
   struct statvfs status;
-  if (fstatvfs(directory_fd_, &status) != 0) return 0;
+  if (fstatvfs(directory_fd_, &status) != 0) return std::nullopt;
   return uint64_t{status.f_bavail} * status.f_frsize;
 }
 

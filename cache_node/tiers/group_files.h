@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,8 +49,8 @@ class GroupFiles {
 
   // Writes a new file and syncs it and the directory: what it returns, the first page of each
   // payload, is durable. kResourceExhausted when the disk is full, kUnavailable when it fails in
-  // another way; then no file is left as far as the disk still lets us remove it. Payloads on page
-  // boundaries are not copied.
+  // another way; then no file is left as far as the disk still lets us remove it. kUnavailable also
+  // when the group is there, which stays as it is. Payloads on page boundaries are not copied.
   absl::StatusOr<std::vector<uint32_t>> Write(uint32_t group,
                                               absl::Span<const absl::Span<const uint8_t>> payloads,
                                               absl::string_view table);
@@ -65,10 +66,10 @@ class GroupFiles {
   absl::Status Read(const DiskPlace& place, absl::Span<uint8_t> buffer) const;
   // OK also when it is not there. Who is reading it reads on. kUnavailable when the disk fails.
   absl::Status Delete(uint32_t group);
-  // Every file with its bytes on disk.
+  // Every file with its bytes on disk. kUnavailable when the disk fails.
   absl::StatusOr<std::map<uint32_t, uint64_t>> List() const;
-  // What the file system has left for us; 0 when it does not say.
-  uint64_t FreeBytes() const;
+  // What the file system has left for us, if it says.
+  std::optional<uint64_t> FreeBytes() const;
   // False where the file system has no direct I/O (tmpfs): then the page cache is in between.
   bool direct() const { return direct_; }
 
@@ -76,8 +77,8 @@ class GroupFiles {
 
  private:
   GroupFiles(int directory_fd, bool direct) : directory_fd_(directory_fd), direct_(direct) {}
-  absl::Status WriteFile(const std::string& name, uint64_t file_bytes,
-                         absl::Span<const absl::Span<const uint8_t>> payloads);
+  absl::Status Fill(int fd, const std::string& name, uint64_t file_bytes,
+                    absl::Span<const absl::Span<const uint8_t>> payloads);
 
   const int directory_fd_;  // Files are named relative to it.
   const bool direct_;

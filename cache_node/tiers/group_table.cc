@@ -54,10 +54,14 @@ absl::StatusOr<GroupTable> ParseGroupTable(uint32_t group, absl::string_view byt
     const absl::string_view tenant = reader.Bytes(kTenant, kTenantBytesMax);
     const absl::string_view encoded = reader.Bytes(kHeader, kHeaderBytesMax);
     if (!reader.ok()) break;
-    OKV_ASSIGN_OR_RETURN(ObjectHeader header, ObjectHeader::Decode(encoded));
-    const uint64_t pages = DiskPagesBytes(header.payload_bytes) / kDiskPageBytes;
+    absl::StatusOr<ObjectHeader> header = ObjectHeader::Decode(encoded);
+    if (!header.ok()) {
+      return absl::Status(header.status().code(), absl::StrCat(GroupFiles::FileName(group), ": ",
+                                                               header.status().message()));
+    }
+    const uint64_t pages = DiskPagesBytes(header->payload_bytes) / kDiskPageBytes;
     if (page > UINT32_MAX || pages > UINT32_MAX) break;
-    table.objects.push_back({.header = std::move(header),
+    table.objects.push_back({.header = *std::move(header),
                              .tenant = std::string(tenant),
                              .place = {.group = group, .page = static_cast<uint32_t>(page)}});
     page += pages;

@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <random>
 #include <system_error>
 #include <thread>
@@ -28,6 +29,7 @@
 #include "cache_node/tiers/node_id_file.h"
 #include "proto/check.h"
 #include "proto/object.h"
+#include "proto/rocksdb_log.h"
 #include "proto/status_macros.h"
 
 namespace okv {
@@ -49,7 +51,6 @@ constexpr size_t kBlockCacheBytes = size_t{32} << 20;  // Index rows and filters
 // RocksDB's logs of itself count against the limit: a few MB at most.
 constexpr size_t kManifestBytesMax = size_t{1} << 20;
 constexpr size_t kLogBytesMax = size_t{8} << 20;
-constexpr size_t kInfoLogBytesMax = size_t{256} << 10;
 
 rocksdb::Slice AsSlice(absl::string_view bytes) { return {bytes.data(), bytes.size()}; }
 absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
@@ -68,17 +69,20 @@ absl::Status FromRocksdb(absl::string_view what, const rocksdb::Status& status) 
   return absl::InternalError(text);
 }
 
+// Neither there, nor gone, nor damaged: the disk fails, or a later version wrote it.
+bool SaysNothing(const absl::Status& status) {
+  return !status.ok() && !absl::IsNotFound(status) && !absl::IsDataLoss(status);
+}
+
 rocksdb::DBOptions DatabaseOptions() {
   rocksdb::DBOptions options;
   options.create_if_missing = true;
   options.create_missing_column_families = true;
   options.max_total_wal_size = kLogBytesMax;
   options.max_background_jobs = 2;
-  options.keep_log_file_num = 2;
-  options.max_log_file_size = kInfoLogBytesMax;
+  options.info_log = std::make_shared<NoRocksdbLog>();
   options.max_manifest_file_size = kManifestBytesMax;
   options.allow_fallocate = false;  // What is preallocated is occupied, and not counted.
-  options.info_log_level = rocksdb::WARN_LEVEL;
   options.stats_dump_period_sec = 0;
   return options;
 }
@@ -193,12 +197,21 @@ absl::Status RocksdbTier::ReadIndex(bool starting) {
     OKV_RETURN_IF_ERROR(AdoptGroups(rowless, /*rebuilding=*/marked.ok()));
   } else {
     // Who wrote them was told that they failed.
-    for (const auto& [group, file_bytes] : rowless) OKV_RETURN_IF_ERROR(files_->Delete(group));
+    for (const auto& [group, bytes] : rowless) OKV_RETURN_IF_ERROR(DropGroup(group, bytes));
   }
   if (!marked.ok()) return absl::OkStatus();
   OKV_RETURN_IF_ERROR(FromRocksdb("writing to the index",
                                   db_->Delete(rocksdb::WriteOptions(), AsSlice(kRebuildingKey))));
   return SyncLocked();
+}
+
+absl::Status RocksdbTier::DropGroup(uint32_t group, uint64_t file_bytes) {
+  if (!InUse(group)) return files_->Delete(group);
+  MutexLock lock(&mu_);
+  groups_[group].file_bytes = file_bytes;
+  files_bytes_ += file_bytes;
+  emptied_.push_back(group);
+  return absl::OkStatus();
 }
 
 absl::Status RocksdbTier::ReplaceIndex() {
@@ -262,15 +275,20 @@ void RocksdbTier::CloseDatabase() {
 }
 
 absl::Status RocksdbTier::AdoptNodeId() {
-  const rocksdb::Status found = db_->Get(rocksdb::ReadOptions(), AsSlice(kNodeIdKey), &node_id_);
+  std::string stored;
+  const rocksdb::Status found = db_->Get(rocksdb::ReadOptions(), AsSlice(kNodeIdKey), &stored);
   if (!found.ok() && !found.IsNotFound()) return FromRocksdb("reading the node id", found);
-  if (found.IsNotFound()) node_id_ = ReadNodeIdFile(options_.data_dir);
-  if (!node_id_.empty() && !options_.node_id.empty() && options_.node_id != node_id_) {
+  if (found.IsNotFound()) stored = ReadNodeIdFile(options_.data_dir);
+  // A database that is opened again may have lost it; the node has not.
+  const std::string& wanted = node_id_.empty() ? options_.node_id : node_id_;
+  if (!stored.empty() && !wanted.empty() && wanted != stored) {
     return absl::FailedPreconditionError(absl::StrCat("data_dir '", options_.data_dir,
-                                                      "' belongs to node '", node_id_,
-                                                      "', not to '", options_.node_id, "'"));
+                                                      "' belongs to node '", stored, "', not to '",
+                                                      wanted, "'"));
   }
-  if (node_id_.empty()) node_id_ = options_.node_id.empty() ? RandomNodeId() : options_.node_id;
+  if (node_id_.empty()) {
+    node_id_ = !stored.empty() ? stored : !wanted.empty() ? wanted : RandomNodeId();
+  }
   if (const absl::Status written = WriteNodeIdFile(options_.data_dir, node_id_); !written.ok()) {
     Log(absl::StrCat("the node's id is in the index only: ", written.message()));
   }
@@ -322,13 +340,11 @@ absl::StatusOr<RocksdbTier::GroupSizes> RocksdbTier::CountObjects() {
   return files;
 }
 
-bool RocksdbTier::HasPlace(const ObjectId& id) {
-  const absl::StatusOr<IndexRowUse> use = FindUse(id);
-  if (!use.ok()) return false;
+bool RocksdbTier::HasBytes(const IndexRowUse& use) {
   const uint64_t end_bytes =
-      uint64_t{use->place.page} * kDiskPageBytes + DiskPagesBytes(use->payload_bytes);
+      uint64_t{use.place.page} * kDiskPageBytes + DiskPagesBytes(use.payload_bytes);
   MutexLock lock(&mu_);
-  const auto group = groups_.find(use->place.group);
+  const auto group = groups_.find(use.place.group);
   return group != groups_.end() && end_bytes <= group->second.file_bytes;
 }
 
@@ -361,16 +377,23 @@ absl::StatusOr<uint64_t> RocksdbTier::AdoptGroup(uint32_t group, uint64_t file_b
   for (const TierRecord& record : table.objects) {
     const ObjectId& id = record.header.id;
     const auto format = formats.find(record.header.format_id);
-    if (format == formats.end() || HasPlace(id)) continue;
-    if (verify && !VerifyPayload(record, format->second).ok()) continue;
+    if (format == formats.end()) continue;
+    const absl::StatusOr<IndexRowUse> old = FindUse(id);
+    if (SaysNothing(old.status())) return old.status();
+    if (old.ok() && HasBytes(*old)) continue;
+    const absl::Status verified = verify ? VerifyPayload(record, format->second) : absl::OkStatus();
+    if (SaysNothing(verified)) return verified;
+    if (!verified.ok()) continue;
     const std::string row = EncodeIndexRow(record.header, record.tenant, record.place);
-    if (const auto old = FindUse(id); old.ok()) replaced.push_back(*old);
+    if (old.ok()) replaced.push_back(*old);
     OKV_ASSIGN_OR_RETURN(const IndexRowUse use, ParseIndexRowUse(row));
     added.push_back(use);
     batch.Put(families_[kIndex], IndexRowKey(id), row);
   }
   if (added.empty()) return 0;
-  OKV_RETURN_IF_ERROR(Written("writing rows", db_->Write(rocksdb::WriteOptions(), &batch)));
+  const absl::Status written = Written("writing rows", db_->Write(rocksdb::WriteOptions(), &batch));
+  // Whatever is wrong with the index, the group is not damaged.
+  if (!written.ok()) return absl::UnavailableError(written.message());
   MutexLock lock(&mu_);
   groups_[group].file_bytes = file_bytes;
   files_bytes_ += file_bytes;
@@ -393,7 +416,7 @@ absl::Status RocksdbTier::AdoptGroups(const GroupSizes& groups, bool rebuilding)
       continue;
     }
     const absl::Status& status = adopted.status();
-    if (!status.ok() && !absl::IsNotFound(status) && !absl::IsDataLoss(status)) return status;
+    if (SaysNothing(status)) return status;
     useless.push_back(group->first);
     if (status.ok() || !rebuilding) continue;  // Else what a crash cut short.
     ++found.groups_lost;
@@ -402,7 +425,7 @@ absl::Status RocksdbTier::AdoptGroups(const GroupSizes& groups, bool rebuilding)
                      " bytes, is lost: ", status.message()));
   }
   OKV_RETURN_IF_ERROR(SyncLocked());
-  for (const uint32_t group : useless) OKV_RETURN_IF_ERROR(files_->Delete(group));
+  for (const uint32_t group : useless) OKV_RETURN_IF_ERROR(DropGroup(group, groups.at(group)));
   if (rebuilding || found.objects > 0) {
     Log(absl::StrCat("took back ", found.objects, " objects of ", found.groups,
                      " groups that the disk's index did not have; ", found.groups_lost,
@@ -455,7 +478,7 @@ void RocksdbTier::CountRemoved(const IndexRowUse& use) {
 uint64_t RocksdbTier::OccupiedLocked() const { return files_bytes_ + index_bytes_ + rows_bytes_; }
 
 uint64_t RocksdbTier::RoomBytes() const {
-  const uint64_t free = FreeBytes();
+  const uint64_t free = FreeBytes();  // Or unknown: no room.
   const uint64_t above_floor = free - std::min(free, options_.free_floor_bytes);
   MutexLock lock(&mu_);
   return std::min(options_.disk_bytes - std::min(options_.disk_bytes, OccupiedLocked()),
@@ -464,7 +487,10 @@ uint64_t RocksdbTier::RoomBytes() const {
 
 uint64_t RocksdbTier::ShortBytes(uint64_t bytes) const {
   const auto above = [](uint64_t wanted, uint64_t have) { return wanted - std::min(wanted, have); };
-  const uint64_t floor_short = above(options_.free_floor_bytes + bytes, FreeBytes());
+  const std::optional<uint64_t> free = files_->FreeBytes();
+  // What is unknown is no reason to evict.
+  const uint64_t floor_short =
+      free.has_value() ? above(options_.free_floor_bytes + bytes, *free) : 0;
   MutexLock lock(&mu_);
   return std::max(above(OccupiedLocked() + bytes, options_.disk_bytes), floor_short);
 }
@@ -473,11 +499,12 @@ absl::Status RocksdbTier::CheckRoom(uint64_t bytes) {
   if (RoomBytes() >= bytes) return absl::OkStatus();
   if (!emptied_.empty()) OKV_RETURN_IF_ERROR(FlushLocked());
   if (RoomBytes() >= bytes) return absl::OkStatus();
-  const uint64_t free = FreeBytes();
+  const std::optional<uint64_t> free = files_->FreeBytes();
+  if (!free.has_value()) return absl::UnavailableError("the file system does not say what is free");
   MutexLock lock(&mu_);
   return absl::ResourceExhaustedError(
       absl::StrCat(bytes, " bytes do not fit: the disk tier occupies ", OccupiedLocked(), " of ",
-                   options_.disk_bytes, " bytes, and its file system has ", free,
+                   options_.disk_bytes, " bytes, and its file system has ", *free,
                    " left, of which ", options_.free_floor_bytes, " are not ours"));
 }
 
@@ -519,14 +546,13 @@ absl::Status RocksdbTier::Put(absl::Span<const TierWrite> group) {
   return WriteGroup(group, [](size_t) { return true; }).status();
 }
 
-absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::Store(absl::Span<const TierWrite> group,
-                                                          const std::function<bool(size_t)>& keep) {
+absl::StatusOr<RocksdbTier::Stored> RocksdbTier::Store(absl::Span<const TierWrite> group,
+                                                       const std::function<bool(size_t)>& keep) {
   MutexLock lock(&write_mu_);
   OKV_RETURN_IF_ERROR(ResumeWrites());
   OKV_ASSIGN_OR_RETURN(std::vector<DiskPlace> places, WriteGroup(group, keep));
   // What this emptied stays until its objects' new places are known above: Flush deletes it.
-  OKV_RETURN_IF_ERROR(SyncLocked());
-  return places;
+  return Stored{.places = std::move(places), .synced = SyncLocked()};
 }
 
 absl::StatusOr<std::vector<DiskPlace>> RocksdbTier::WriteGroup(
@@ -605,10 +631,11 @@ absl::Status RocksdbTier::SyncLocked() {
 
 absl::Status RocksdbTier::FlushLocked() {
   OKV_RETURN_IF_ERROR(SyncLocked());
-  std::vector<uint32_t> kept;  // Those whose deletion failed: the next flush tries again.
-  MutexLock lock(&mu_);
+  std::vector<uint32_t> kept;  // In use, or not deleted: the next flush tries again.
   for (const uint32_t group : emptied_) {
-    if (files_->Delete(group).ok()) {
+    const bool deleted = !InUse(group) && files_->Delete(group).ok();
+    MutexLock lock(&mu_);
+    if (deleted) {
       files_bytes_ -= groups_.at(group).file_bytes;
       groups_.erase(group);
     } else {
@@ -758,11 +785,15 @@ absl::StatusOr<Format> RocksdbTier::RecoverFormat(const FormatId& id, uint32_t g
   const absl::StatusOr<GroupTable> table =
       bytes.ok() ? ParseGroupTable(group, *bytes) : bytes.status();
   if (table.ok() && table->formats.contains(id)) {
-    OKV_ASSIGN_OR_RETURN(Format format, Format::Parse(table->formats.at(id)));
-    OKV_RETURN_IF_ERROR(SaveFormat(format));
-    return format;
+    const absl::StatusOr<Format> format = Format::Parse(table->formats.at(id));
+    if (format.ok()) {
+      OKV_RETURN_IF_ERROR(SaveFormat(*format));
+      return *format;
+    }
   }
-  return absl::NotFoundError(absl::StrCat("no table has format ", id.Short()));
+  if (SaysNothing(table.status())) return table.status();
+  return absl::NotFoundError(
+      absl::StrCat(GroupFiles::FileName(group), " does not tell format ", id.Short()));
 }
 
 }  // namespace okv

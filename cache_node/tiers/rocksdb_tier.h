@@ -32,6 +32,10 @@ struct RocksdbTierOptions {
                             // directory's, or a random one.
   uint64_t free_floor_bytes = 0;  // Left to others on the file system: nothing is written below it.
   std::function<void(const std::string& line)> log = {};  // Of what was lost and found.
+  // Somebody above reads by places in this group: its file stays, whatever the rows say. After a
+  // failed write they may name other places than the caller was told. Called while the tier is
+  // locked; empty: nobody.
+  std::function<bool(uint32_t group)> in_use = {};
 
   // kInvalidArgument naming the field.
   absl::Status Validate() const;
@@ -91,13 +95,19 @@ class RocksdbTier final : public Tier {
   absl::Status List(const Listing& listing) override ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
   TierStats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Put, durable when it returns: where each payload is. Objects that are here move; their old
-  // places can be read until the next call after this one. kResourceExhausted when it does not
+  struct Stored {
+    std::vector<DiskPlace> places;
+    // The payloads are durable, and the places are those of the index. An error: a crash may lose
+    // the rows. So what only memory had stays there; but what was on disk has moved all the same.
+    absl::Status synced;
+  };
+  // Put, durable when it returns `synced`: where each payload is. Objects that are here move; their
+  // old places can be read until the next call after this one. kResourceExhausted when it does not
   // fit, or the disk is full; kUnavailable when the disk fails: the next call tries again.
   // `keep` is called for each of the group while the payloads are being written, on this thread:
   // what it refuses is not stored, and its place stays unknown.
-  absl::StatusOr<std::vector<DiskPlace>> Store(absl::Span<const TierWrite> group,
-                                               const std::function<bool(size_t)>& keep)
+  absl::StatusOr<Stored> Store(absl::Span<const TierWrite> group,
+                               const std::function<bool(size_t)>& keep)
       ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
   // Read without the index, by the place that Store or List told. kNotFound also when the object
   // has moved since: ask where it is now.
@@ -107,12 +117,14 @@ class RocksdbTier final : public Tier {
   // Remove for many; their space is back after the next Flush that leaves a group without objects.
   absl::Status RemoveAll(absl::Span<const ObjectId> ids) ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
 
-  // What can still be written: up to the limit and down to the floor of free space.
+  // What can still be written: up to the limit and down to the floor of free space. 0 when the file
+  // system does not say what is free.
   uint64_t RoomBytes() const ABSL_LOCKS_EXCLUDED(mu_);
   // How much must be given back until `bytes` can be written; with 0 bytes: until limit and floor
-  // hold.
+  // hold. Nothing for the floor when the file system does not say what is free.
   uint64_t ShortBytes(uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
-  uint64_t FreeBytes() const { return files_->FreeBytes(); }
+  // 0 also when the file system does not say.
+  uint64_t FreeBytes() const { return files_->FreeBytes().value_or(0); }
   std::vector<GroupUse> Groups() const ABSL_LOCKS_EXCLUDED(mu_);
   bool direct_io() const { return files_->direct(); }
   IndexRecovery recovery() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -125,7 +137,8 @@ class RocksdbTier final : public Tier {
   // kDataLoss when one cannot be read.
   absl::StatusOr<std::vector<Format>> LoadFormats() ABSL_LOCKS_EXCLUDED(write_mu_);
   // A format that LoadFormats did not give, from the table of a group that has objects of it; it is
-  // remembered from now on. kNotFound when the group does not tell.
+  // remembered from now on. kNotFound when the group does not tell; other errors are the disk's, or
+  // of a later version's group.
   absl::StatusOr<Format> RecoverFormat(const FormatId& id, uint32_t group)
       ABSL_LOCKS_EXCLUDED(write_mu_);
 
@@ -160,14 +173,18 @@ class RocksdbTier final : public Tier {
   // Counts rows and files; returns the groups without rows.
   absl::StatusOr<GroupSizes> CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Takes back what is in groups without rows, then deletes those that gave nothing.
+  // Deletes a group without rows, or counts it as empty while somebody reads from it.
+  absl::Status DropGroup(uint32_t group, uint64_t file_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
+  // Takes back what is in groups without rows, then drops those that gave nothing.
   absl::Status AdoptGroups(const GroupSizes& groups, bool rebuilding)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // Returns how many objects got a row. kNotFound or kDataLoss: the group has no table to read.
+  // Other errors say nothing of what is in it.
   absl::StatusOr<uint64_t> AdoptGroup(uint32_t group, uint64_t file_bytes, bool verify)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
-  // The object's row names bytes that are there.
-  bool HasPlace(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+  // The row names bytes that are there.
+  bool HasBytes(const IndexRowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
   // kDataLoss when the payload is not what the table says.
   absl::Status VerifyPayload(const TierRecord& record, const Format& format) const;
@@ -182,10 +199,11 @@ class RocksdbTier final : public Tier {
   absl::Status CheckRoom(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status SyncLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
-  // And deletes the groups that are empty.
+  // And deletes the groups that are empty, and not in use.
   absl::Status FlushLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // What the row of `id` counts as; kNotFound.
   absl::StatusOr<IndexRowUse> FindUse(const ObjectId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  bool InUse(uint32_t group) const { return options_.in_use && options_.in_use(group); }
   void CountAdded(const IndexRowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void CountRemoved(const IndexRowUse& use) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_, mu_);
   uint64_t OccupiedLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -69,7 +69,9 @@ absl::Status Fill(const std::string& data_dir, const Format& format, uint32_t ob
     for (; next < objects && group.size() < kGroupObjects; ++next) {
       group.push_back({.object = BenchBlock(format, format_id, next, payload), .payload = payload});
     }
-    OKV_RETURN_IF_ERROR(storage->disk()->Store(group, [](size_t) { return true; }).status());
+    OKV_ASSIGN_OR_RETURN(const RocksdbTier::Stored stored,
+                         storage->disk()->Store(group, [](size_t) { return true; }));
+    OKV_RETURN_IF_ERROR(stored.synced);
   }
   return absl::OkStatus();
 }

@@ -97,6 +97,40 @@ TEST_F(BlockTableTest, WhatOnlyDramHoldsDoesNotLeaveIt) {
   EXPECT_FALSE(table_.Pin(object.id())->dram().empty());
 }
 
+TEST_F(BlockTableTest, WhatCouldNotLeaveTheDiskIsHeldAgainAndIsTheFirstToLeave) {
+  std::vector<TestObject> objects;
+  for (uint32_t number = 0; number < 8; ++number) {
+    objects.push_back(MakeObject({.number = number, .chain_blocks = 2}));
+    ASSERT_EQ(Adopt(objects.back(), {.group = 1 + number / 4, .page = number}), 1u);
+  }
+  const BlockTable::ColdQuery all = {.bytes = UINT64_MAX};
+  const std::vector<ColdObject> before = table_.Cold(all);
+  ASSERT_EQ(before.size(), objects.size());
+  const TableStats stats = table_.stats();
+  {
+    const absl::Span<const ColdObject> leaving = absl::MakeConstSpan(before).subspan(0, 4);
+    std::vector<BlockTable::Doomed> doomed;
+    for (ObjectPin& pin : table_.DoomCold(leaving)) {
+      EXPECT_TRUE(absl::IsNotFound(table_.Pin(pin.id()).status()));
+      doomed.push_back({std::move(pin), leaving[doomed.size()].place});
+    }
+    ASSERT_EQ(doomed.size(), leaving.size());
+    EXPECT_FALSE(table_.HasGroup(1));
+    table_.Undoom(std::move(doomed));
+  }
+  EXPECT_TRUE(table_.HasGroup(1));
+  const std::vector<ColdObject> after = table_.Cold(all);
+  ASSERT_EQ(after.size(), before.size());
+  for (size_t i = 0; i < after.size(); ++i) {
+    EXPECT_EQ(after[i].id, before[i].id) << i;
+    EXPECT_EQ(after[i].place, before[i].place) << i;
+  }
+  EXPECT_EQ(table_.stats().objects_count, stats.objects_count);
+  EXPECT_EQ(table_.stats().pins_count, 0u);
+  EXPECT_EQ(table_.stats().codecs[0].disk_objects, stats.codecs[0].disk_objects);
+  EXPECT_EQ(table_.stats().codecs[0].stored_bytes, stats.codecs[0].stored_bytes);
+}
+
 TEST_F(BlockTableTest, TheColdestAreTheLeastRecentlyPinned) {
   const TestObject a = MakeObject({.number = 1});
   const TestObject b = MakeObject({.number = 2});

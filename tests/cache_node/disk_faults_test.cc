@@ -6,6 +6,7 @@
 #include <sys/mount.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -160,6 +161,37 @@ TEST_F(SmallDiskTest, AFullDiskIsTypedAndTheNodeGoesOn) {
   absl::Status status = WriteUntilRefused(&next);
   // Either the disk had no room at all, or it evicts to make it: both go on.
   ASSERT_TRUE(status.ok() || absl::IsResourceExhausted(status)) << status;
+  EXPECT_GE(ExpectHeldIsRight(next), 10u);
+  std::filesystem::remove(filler);
+  ExpectRecovers(&next);
+  EXPECT_GE(ExpectHeldIsRight(next), 60u);
+}
+
+// At no moment is there a page for RocksDB's own files either.
+TEST_F(SmallDiskTest, ADiskThatOthersFillToTheLastPageAgainAndAgainEndsNothing) {
+  StorageOptions options = TestStorageOptions(mount_.path());
+  options.disk.disk_bytes = uint64_t{10} << 20;
+  options.spill.allocate_wait_nanos = 200'000'000;
+  ASSERT_TRUE(node_.Open(options).ok());
+  uint32_t next = 0;
+  for (; next < 200; ++next) ASSERT_TRUE(node_.Write(Block(next)).ok()) << next;
+  const std::string filler = mount_.path() + "/filler";
+  std::atomic<bool> stop{false};
+  std::thread others([&] {
+    const int fd = open(filler.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
+    const std::string page(4096, 'x');
+    while (!stop) {
+      if (write(fd, page.data(), page.size()) <= 0) std::this_thread::yield();
+    }
+    close(fd);
+  });
+  for (int i = 0; i < 60; ++i) {
+    const absl::Status status = node_.Write(Block(next));
+    EXPECT_TRUE(status.ok() || absl::IsResourceExhausted(status)) << status;
+    if (status.ok()) ++next;
+  }
+  stop = true;
+  others.join();
   EXPECT_GE(ExpectHeldIsRight(next), 10u);
   std::filesystem::remove(filler);
   ExpectRecovers(&next);

@@ -281,6 +281,42 @@ TEST_F(HbmTest, AStopSpillsMoreThanDramHolds) {
   ExpectAllThere(objects);
 }
 
+TEST_F(HbmTest, AStopSpillsWhatOnlyHbmHoldsAlsoWhenDramIsFullOfWhatTheDiskLacks) {
+  Open();
+  std::vector<TestObject> objects = WriteMany(0, 40);
+  node_.storage->StopSpilling();
+  while (true) {
+    absl::StatusOr<Extent> extent = node_.storage->spiller()->AllocateNow(10'240);
+    if (!extent.ok()) break;
+    objects.push_back(
+        MakeObject({.number = static_cast<uint32_t>(objects.size()), .chain_blocks = 1}));
+    std::copy(objects.back().payload.begin(), objects.back().payload.end(), extent->span().data());
+    table()->Commit(*table()->Claim(objects.back().id(), std::nullopt), objects.back().object,
+                    *std::move(extent));
+  }
+  ASSERT_TRUE(InHbm(objects[0]));
+  ASSERT_FALSE(InDram(objects[0]));
+  node_.Close();
+  Open();
+  ExpectAllThere(objects);
+}
+
+TEST_F(HbmTest, AStopGoesOnBehindAWholeGroupThatIsDamaged) {
+  Open();
+  std::vector<TestObject> objects = WriteMany(0, 40);
+  node_.storage->StopSpilling();
+  constexpr size_t kBad = 10;  // A group is seven.
+  for (size_t i = 0; i < kBad; ++i) {
+    device_.Flip(table()->Pin(objects[i].id())->hbm().bytes.data() + 100);
+  }
+  for (const TestObject& object : objects) ASSERT_TRUE(InHbm(object));  // In this order.
+  node_.Close();
+  EXPECT_EQ(removed().size(), kBad);
+  Open();
+  objects.erase(objects.begin(), objects.begin() + kBad);
+  ExpectAllThere(objects);
+}
+
 TEST_F(HbmTest, ADeviceThatFailsLosesNothingAndIsUsedAgainWhenItWorks) {
   std::vector<std::string> lines;
   node_.log = [&](const std::string& line) {

@@ -378,6 +378,18 @@ TEST_F(IndexRepairTest, ADamagedIdFileIsWrittenAgainFromTheIndex) {
   EXPECT_TRUE(absl::StrContains(status.message(), node_id_)) << status;
 }
 
+TEST_F(IndexRepairTest, ATableWithAHeaderOfAnotherVersionIsNamed) {
+  const TestObject object = Block(0);
+  HeldObject other = *object.object;
+  ++other.header.page_layout_version;
+  const std::string bytes = EncodeGroupTable(
+      {}, std::vector<TierWrite>{
+              {.object = std::make_shared<const HeldObject>(other), .payload = object.payload}});
+  const absl::Status status = ParseGroupTable(9, bytes).status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), GroupFiles::FileName(9))) << status;
+}
+
 TEST_F(IndexRepairTest, RandomBytesAreNoTable) {
   std::mt19937_64 random(7);
   const TestObject objects[] = {Block(0), Block(1)};

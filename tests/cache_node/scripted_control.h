@@ -44,6 +44,15 @@ class ScriptedControl final : public v1::ControlPlane::Service {
     commit_failures_ = count;
     commit_status_ = std::move(status);
   }
+  // Everything reserved goes to this peer.
+  void SetPlacement(const v1::Placement& placement) {
+    MutexLock lock(&mu_);
+    placement_ = placement;
+  }
+  void SetOpenSessionStatus(grpc::Status status) {
+    MutexLock lock(&mu_);
+    open_session_status_ = std::move(status);
+  }
   void ForgetNode() {
     MutexLock lock(&mu_);
     epoch_ += 100;
@@ -55,6 +64,8 @@ class ScriptedControl final : public v1::ControlPlane::Service {
     int inventories = 0;
     int heartbeats = 0;
     int commit_calls = 0;
+    int reserve_calls = 0;
+    int session_calls = 0;
     v1::RegisterNodeRequest last_registration;
     // (key, codec) -> write id, as the index would have it.
     std::map<std::pair<std::string, int>, uint64_t> held;
@@ -140,6 +151,21 @@ class ScriptedControl final : public v1::ControlPlane::Service {
     for (const v1::ObjectName& name : request->removed()) held_.erase({name.key(), name.codec()});
     return grpc::Status::OK;
   }
+  grpc::Status Reserve(grpc::ServerContext*, const v1::ReserveRequest* request,
+                       v1::ReserveResponse* response) override {
+    MutexLock lock(&mu_);
+    ++seen_.reserve_calls;
+    for (int i = 0; i < request->objects_size(); ++i) *response->add_placements() = placement_;
+    changed_.SignalAll();
+    return grpc::Status::OK;
+  }
+  grpc::Status OpenSession(grpc::ServerContext*, const v1::OpenSessionRequest*,
+                           v1::OpenSessionResponse*) override {
+    MutexLock lock(&mu_);
+    ++seen_.session_calls;
+    changed_.SignalAll();
+    return open_session_status_;
+  }
 
  private:
   Mutex mu_;
@@ -147,6 +173,8 @@ class ScriptedControl final : public v1::ControlPlane::Service {
   grpc::Status register_status_ ABSL_GUARDED_BY(mu_);
   grpc::Status commit_status_ ABSL_GUARDED_BY(mu_);
   int commit_failures_ ABSL_GUARDED_BY(mu_) = 0;
+  v1::Placement placement_ ABSL_GUARDED_BY(mu_);
+  grpc::Status open_session_status_ ABSL_GUARDED_BY(mu_);
   uint64_t epoch_ ABSL_GUARDED_BY(mu_) = 0;
   Seen seen_ ABSL_GUARDED_BY(mu_);
   std::map<std::pair<std::string, int>, uint64_t> held_ ABSL_GUARDED_BY(mu_);

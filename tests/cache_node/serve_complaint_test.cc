@@ -154,6 +154,41 @@ TEST_F(ServeComplaintTest, ABadDiskCopyIsReplacedWhenTheReadersOfTheGoodOneHaveL
   ExpectDelivered(worker->Fetch(Request({object}))[0], object);
 }
 
+TEST_F(ServeComplaintTest, ACopyThatMovesOnDiskWhileItIsLookedForIsLookedForAgain) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  PutInBothTiers(object);
+  disk_->AnswerOnce([&] {
+    const ObjectPin pin = *node_.storage->table()->Pin(object.id());
+    const auto stored = node_.storage->disk()->Store(
+        {{.object = pin.object_ref(), .payload = object.payload}}, [](size_t) { return true; });
+    EXPECT_TRUE(stored.ok() && stored->synced.ok());
+    node_.storage->table()->MarkOnDisk(pin, stored->places[0]);
+    return absl::DataLossError("the file of its old place is gone");
+  });
+  const auto worker = OpenSession();
+  Complain(worker.get(), object);
+  EXPECT_TRUE(WaitForComplaints("unfounded", 1));
+  EXPECT_EQ(Corrupt("disk"), 0);
+  ExpectDelivered(worker->Fetch(Request({object}))[0], object);
+}
+
+TEST_F(ServeComplaintTest, AStopPutsAGoodCopyBackThatWaitedForReaders) {
+  StartNode();
+  const TestObject object = MakeObject({.number = 1});
+  PutInBothTiers(object);
+  disk_->Flip(object.id());
+  const auto worker = OpenSession();
+  ObjectPin reader = *node_.storage->table()->Pin(object.id());
+  Complain(worker.get(), object);
+  EXPECT_TRUE(WaitUntil([this] { return node_.storage->table()->stats().objects_count == 0; }));
+  reader.Release();
+  StopNode();
+  StartNode();
+  const auto later = OpenSession();
+  ExpectDelivered(later->Fetch(Request({object}))[0], object);
+}
+
 TEST_F(ServeComplaintTest, WithEveryCopyBadTheObjectGoes) {
   StartNode();
   const TestObject object = MakeObject({.number = 1});

@@ -37,6 +37,11 @@ class FlippingTier final : public Tier {
     MutexLock lock(&mu_);
     flipped_.insert(id);
   }
+  // What the next read says instead.
+  void AnswerOnce(std::function<absl::Status()> answer) {
+    MutexLock lock(&mu_);
+    answer_ = std::move(answer);
+  }
   // Reads wait until they are let go.
   void HoldReads(bool hold) {
     MutexLock lock(&mu_);
@@ -57,7 +62,12 @@ class FlippingTier final : public Tier {
   absl::Status Put(absl::Span<const TierWrite> group) override { return disk_->Put(group); }
   absl::Status Flush() override { return disk_->Flush(); }
   absl::Status Read(const ObjectId& id, absl::Span<uint8_t> buffer) override {
-    absl::Status status = disk_->Read(id, buffer);
+    std::function<absl::Status()> answer;
+    {
+      MutexLock lock(&mu_);
+      answer = std::exchange(answer_, nullptr);
+    }
+    absl::Status status = answer ? answer() : disk_->Read(id, buffer);
     MutexLock lock(&mu_);
     ++held_count_;
     changed_.SignalAll();
@@ -81,6 +91,7 @@ class FlippingTier final : public Tier {
   Mutex mu_;
   CondVar changed_;
   std::set<ObjectId> flipped_ ABSL_GUARDED_BY(mu_);
+  std::function<absl::Status()> answer_ ABSL_GUARDED_BY(mu_);
   bool hold_ ABSL_GUARDED_BY(mu_) = false;
   int held_count_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -37,11 +37,11 @@ class ServeHbmTest : public ServeTest {
   DiskPlace ToDiskToo(const TestObject& object) {
     OKV_CHECK(node_.Write(object).ok());
     const ObjectPin pin = Pin(object);
-    const auto places = node_.storage->disk()->Store(
+    const auto stored = node_.storage->disk()->Store(
         {{.object = object.object, .payload = pin.dram()}}, [](size_t) { return true; });
-    OKV_CHECK(places.ok());
-    node_.storage->table()->MarkOnDisk(pin, (*places)[0]);
-    return (*places)[0];
+    OKV_CHECK(stored.ok() && stored->synced.ok());
+    node_.storage->table()->MarkOnDisk(pin, stored->places[0]);
+    return stored->places[0];
   }
   void Complain(TestWorker* worker, const TestObject& object) {
     v1::Complaint complaint;

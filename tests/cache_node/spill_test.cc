@@ -138,6 +138,22 @@ TEST(SpillTest, StoppingFailsWhoWaits) {
   node.Close();
 }
 
+TEST(SpillTest, AStopCountsWhatIsPinnedAsLost) {
+  const TempDir directory;
+  TestStorage node;
+  std::string log;
+  node.log = [&](const std::string& line) { log += line + "\n"; };
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  ASSERT_TRUE(node.Write(Bf16(1)).ok());
+  node.storage->StopSpilling();
+  {
+    const ObjectPin pin = *node.storage->table()->Pin(Bf16(1).id());
+    node.storage->SpillRest(10'000'000'000);
+  }
+  EXPECT_NE(log.find("1 objects were only in memory"), std::string::npos) << log;
+  node.Close();
+}
+
 TEST(SpillTest, AnObjectDamagedInDramIsQuarantinedInsteadOfSpilled) {
   const TempDir directory;
   TestStorage node;

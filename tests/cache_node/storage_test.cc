@@ -5,12 +5,14 @@
 #include <rocksdb/db.h>
 #include <rocksdb/options.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <map>
 
 #include "absl/strings/match.h"
 #include "gtest/gtest.h"
+#include "tests/cache_node/failing_calls.h"
 #include "tests/cache_node/objects.h"
 
 namespace okv {
@@ -66,6 +68,13 @@ class RawDatabase {
   }
   void Put(const std::string& family, const ObjectId& id, const std::string& value) {
     EXPECT_TRUE(db_->Put(rocksdb::WriteOptions(), by_name_.at(family), Key(id), value).ok());
+  }
+  void DeleteAll(const std::string& family) {
+    const std::unique_ptr<rocksdb::Iterator> rows(
+        db_->NewIterator(rocksdb::ReadOptions(), by_name_.at(family)));
+    for (rows->SeekToFirst(); rows->Valid(); rows->Next()) {
+      EXPECT_TRUE(db_->Delete(rocksdb::WriteOptions(), by_name_.at(family), rows->key()).ok());
+    }
   }
   void MakeFamily(const std::string& name) {
     rocksdb::ColumnFamilyHandle* family = nullptr;
@@ -203,6 +212,68 @@ TEST(StorageTest, AFlippedBitInAGroupIsDataLossForThatObjectOnly) {
   stored.bytes[stored.at + 100] ^= 8;
   testing_support::WriteFile(stored.path, stored.bytes);
   ExpectQuarantined(directory.path(), 6, 12);
+}
+
+TEST(StorageTest, TwoReadersOfADamagedPayloadBothGetDataLoss) {
+  const TempDir directory;
+  Fill(directory.path(), 4);
+  Stored stored = Find(directory.path(), Filled(1));
+  stored.bytes[stored.at + 100] ^= 8;
+  testing_support::WriteFile(stored.path, stored.bytes);
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  {
+    ObjectPin first = *node.storage->table()->Pin(Filled(1).id());
+    ObjectPin second = *node.storage->table()->Pin(Filled(1).id());
+    for (ObjectPin* pin : {&first, &second}) {
+      const auto payload = node.storage->spiller()->Load(pin);
+      EXPECT_TRUE(absl::IsDataLoss(payload.status())) << payload.status();
+    }
+  }
+  EXPECT_EQ(node.Metric("okv_node_corrupt_objects_total{tier=\"disk\"}"), 1);
+  node.Close();
+}
+
+TEST(StorageTest, AFormatThatTheIndexLostIsTakenBackForAllFromAnyGroupThatTellsIt) {
+  const TempDir directory;
+  Fill(directory.path(), 40);
+  RawDatabase(directory.path()).DeleteAll("formats");
+  // The group of whose objects one comes first in the index tells nothing.
+  uint32_t first = 0;
+  for (uint32_t number = 1; number < 40; ++number) {
+    if (Filled(number).id() < Filled(first).id()) first = number;
+  }
+  Stored stored = Find(directory.path(), Filled(first));
+  stored.bytes.back() ^= 1;  // Of its table's digest.
+  testing_support::WriteFile(stored.path, stored.bytes);
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  for (uint32_t number = 0; number < 40; ++number) {
+    const auto payload = node.Read(Filled(number).id());
+    ASSERT_TRUE(payload.ok()) << number << ": " << payload.status();
+    EXPECT_EQ(*payload, Filled(number).payload);
+  }
+  node.Close();
+}
+
+TEST(StorageTest, AFormatThatCannotBeReadBackRefusesTheStartAndDropsNothing) {
+  const TempDir directory;
+  Fill(directory.path(), 12);
+  RawDatabase(directory.path()).DeleteAll("formats");
+  {
+    const testing_support::FailingCalls failing(
+        [](testing_support::FileCall call, const std::string& path) {
+          const bool reads = call == testing_support::FileCall::kRead;
+          return reads && absl::EndsWith(path, ".group") ? EIO : 0;
+        });
+    TestStorage node;
+    const absl::Status status = node.Open(TestStorageOptions(directory.path()));
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  }
+  TestStorage node;
+  ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
+  EXPECT_EQ(node.storage->table()->stats().objects_count, 12u);
+  node.Close();
 }
 
 TEST(StorageTest, APayloadOfAnotherObjectIsDataLoss) {

@@ -11,6 +11,7 @@
 
 #include "cache_node/block_pool.h"
 #include "cache_node/tiers/dram_tier.h"
+#include "cache_node/tiers/group_files.h"
 #include "cache_node/tiers/hbm_tier.h"
 #include "cache_node/tiers/rocksdb_tier.h"
 #include "gtest/gtest.h"
@@ -213,6 +214,20 @@ TEST_P(TierTest, RandomCallsAgreeWithAMap) {
   }
   EXPECT_EQ(List().size(), model.size());
   for (const auto& [number, object] : model) EXPECT_EQ(*Read(object), object.payload);
+}
+
+TEST(GroupFilesTest, AGroupThatIsThereIsNotWrittenOver) {
+  const testing_support::TempDir directory;
+  const auto files = *GroupFiles::Open(directory.path());
+  const std::vector<uint8_t> first(5000, 1);
+  const std::vector<uint8_t> second(300, 2);
+  ASSERT_TRUE(files->Write(1, {first}, "a table").ok());
+  const absl::Status status = files->Write(1, {second}, "another").status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  std::vector<uint8_t> read(first.size());
+  EXPECT_TRUE(files->Read({.group = 1, .page = 0}, absl::MakeSpan(read)).ok());
+  EXPECT_EQ(read, first);
+  EXPECT_EQ(*files->ReadTable(1), "a table");
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -56,6 +57,16 @@ TEST(RocksdbStateTest, WhatWasPutIsThereAfterAReopen) {
   const auto state = OpenRocksdbState(directory.path());
   ASSERT_TRUE(state.ok()) << state.status();
   EXPECT_EQ(*(*state)->Get("large"), large);
+}
+
+// Its next line after one that a full disk did not take would end the process.
+TEST(RocksdbStateTest, KeepsNoLogOfRocksdbs) {
+  const TempDir directory;
+  const auto state = OpenRocksdbState(directory.path());
+  ASSERT_TRUE(state.ok()) << state.status();
+  ASSERT_TRUE((*state)->Put("a", "b").ok());
+  EXPECT_TRUE(std::filesystem::exists(directory.Path("CURRENT")));
+  EXPECT_FALSE(std::filesystem::exists(directory.Path("LOG")));
 }
 
 TEST(RocksdbStateTest, DirectoryOfAnotherOwnerIsNamed) {

@@ -49,7 +49,8 @@ struct Home {
 
 const std::vector<Home>& LibraryHomes() {
   static const std::vector<Home> homes = {
-      {"rocksdb/", {"cache_node/tiers/rocksdb_tier.", "control_plane/state_rocksdb."}},
+      {"rocksdb/",
+       {"cache_node/tiers/rocksdb_tier.", "control_plane/state_rocksdb.", "proto/rocksdb_log."}},
       {"ucp/", {"client/transport/ucx_"}},
       {"uct/", {"client/transport/ucx_"}},
       {"ucs/", {"client/transport/ucx_"}},
