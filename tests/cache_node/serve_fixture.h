@@ -125,6 +125,7 @@ class ServeTest : public testing::Test {
                                   .arena_bytes = node_.storage->pool()->capacity_bytes(),
                                   .node_id = kNodeId,
                                   .ticket_key = [this] { return ticket_key_; },
+                                  .draining = {},
                                   .on_committed =
                                       [this](ObjectRef object) {
                                         MutexLock lock(&mu_);

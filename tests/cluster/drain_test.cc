@@ -176,7 +176,8 @@ TEST_F(DrainTest, APeerThatDiesWhileItTakesObjectsCostsNothing) {
   EXPECT_EQ(drain->Wait(kLong), 0) << drain->output() << cluster_.node(0).output();
   const Json report = ReportOf(drain->output());
   EXPECT_EQ(report["objects_left"], 0) << drain->output();
-  EXPECT_GT(report["objects_moved"], stored_);
+  // What the dead peer had and had not answered yet is not counted.
+  EXPECT_GE(report["objects_moved"], stored_);
   StopForGood(0);
   EXPECT_EQ(cluster_.Status()["objects"], stored_);
   ExpectWholeHit();
