@@ -120,8 +120,15 @@ absl::Status Evictor::Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::
   return parts_.disk->Flush();
 }
 
-uint64_t Evictor::Leave(const std::vector<ColdObject>& cold, NodeMetrics::Eviction reason,
+uint64_t Evictor::Leave(std::vector<ColdObject> cold, NodeMetrics::Eviction reason,
                         absl::Status* removed) {
+  // What cannot leave the disk is not even for a moment taken from its readers.
+  *removed = parts_.disk->CheckWrites();
+  if (!removed->ok()) {
+    cold.erase(std::remove_if(cold.begin(), cold.end(),
+                              [](const ColdObject& object) { return object.place.known(); }),
+               cold.end());
+  }
   absl::flat_hash_set<ObjectId> over_budget;
   absl::flat_hash_map<ObjectId, DiskPlace> places;
   for (const ColdObject& object : cold) {
@@ -133,7 +140,7 @@ uint64_t Evictor::Leave(const std::vector<ColdObject>& cold, NodeMetrics::Evicti
   for (const ObjectPin& pin : doomed) {
     if (places.contains(pin.id())) on_disk.push_back(pin.id());
   }
-  if (!on_disk.empty()) *removed = parts_.disk->RemoveAll(on_disk);
+  if (!on_disk.empty()) *removed = parts_.disk->RemoveAll(on_disk);  // May be the first to fail.
   const absl::Status why = absl::ResourceExhaustedError("evicted: the disk tier is full");
   uint64_t memory_bytes = 0;
   std::vector<BlockTable::Doomed> staying;

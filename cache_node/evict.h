@@ -58,8 +58,7 @@ class Evictor {
   absl::Status Drop(const Plan& plan, uint64_t group_bytes, NodeMetrics::Eviction reason);
   // Those of `cold` that still may leave the node. Returns their payload bytes that memory had.
   // When the disk fails, what is on it stays, and is served; *removed says why.
-  uint64_t Leave(const std::vector<ColdObject>& cold, NodeMetrics::Eviction reason,
-                 absl::Status* removed);
+  uint64_t Leave(std::vector<ColdObject> cold, NodeMetrics::Eviction reason, absl::Status* removed);
   // Why the disk tier has not `bytes` more.
   NodeMetrics::Eviction ReasonFor(uint64_t bytes) const;
   struct Moves {

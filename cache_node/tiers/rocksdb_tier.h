@@ -114,6 +114,11 @@ class RocksdbTier final : public Tier {
   absl::Status ReadAt(const DiskPlace& place, absl::Span<uint8_t> buffer) const {
     return files_->Read(place, buffer);
   }
+  // Whether the index takes writes, after a try to mend it where the last one failed.
+  absl::Status CheckWrites() ABSL_LOCKS_EXCLUDED(write_mu_) {
+    MutexLock lock(&write_mu_);
+    return ResumeWrites();
+  }
   // Remove for many; their space is back after the next Flush that leaves a group without objects.
   absl::Status RemoveAll(absl::Span<const ObjectId> ids) ABSL_LOCKS_EXCLUDED(write_mu_, mu_);
 

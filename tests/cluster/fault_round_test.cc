@@ -31,23 +31,23 @@ TEST_F(FaultRoundTest, ANodeThatEndsOnItsOwnFailsTheRoundWithItsCode) {
   round_.StartNode(0);
   round_.CheckNodesRun();
   EXPECT_THAT(round_.failures(), IsEmpty());
-  EndsWith(SIGSEGV);
+  EndsWith(SIGQUIT);
   round_.Finish();
-  EXPECT_THAT(round_.failures(), ElementsAre("node-0 ended on its own with 139"));
+  EXPECT_THAT(round_.failures(), ElementsAre("node-0 ended on its own with 131"));
   EXPECT_EQ(tally_.failed_checks, 1u);
 }
 
 TEST_F(FaultRoundTest, ANodeThatEndedBeforeItWasKilledOrStoppedIsNoticedToo) {
   round_.StartControl();
   round_.StartNode(0);
-  EndsWith(SIGSEGV);
+  EndsWith(SIGQUIT);
   round_.KillNode(0);
-  EXPECT_THAT(round_.failures(), ElementsAre("node-0 ended on its own with 139"));
+  EXPECT_THAT(round_.failures(), ElementsAre("node-0 ended on its own with 131"));
   round_.StartNode(0);
   EndsWith(SIGABRT);
   round_.StopNode(0);
   EXPECT_THAT(round_.failures(),
-              ElementsAre("node-0 ended on its own with 139", "node-0 ended on its own with 134"));
+              ElementsAre("node-0 ended on its own with 131", "node-0 ended on its own with 134"));
 }
 
 TEST_F(FaultRoundTest, ANodeThatIsKilledOrStoppedIsMissedByNobody) {
