@@ -574,7 +574,7 @@ absl::StatusOr<Connection*> UcxTransport::Connect(const std::string& address,
 }
 
 void UcxTransport::Accept(ucp_conn_request_h request) {
-  if (connections_.size() >= kConnectionsMax) {
+  if (!accepting_ || connections_.size() >= kConnectionsMax) {
     ucp_listener_reject(listener_, request);
     return;
   }
@@ -712,9 +712,9 @@ absl::Status UcxTransport::StartWorker() {
 
 void UcxTransport::StopUcx() {
   if (worker_ != nullptr) {
+    accepting_ = false;
     while (Step()) {
     }
-    if (listener_ != nullptr) ucp_listener_destroy(listener_);
     std::vector<UcxConnection*> open;
     for (const auto& [connection, owned] : connections_) open.push_back(connection);
     for (UcxConnection* connection : open) {
@@ -728,6 +728,9 @@ void UcxTransport::StopUcx() {
     }
     RunPosted();
     OKV_CHECK(bulks_count_ == 0);
+    // No progress behind it: whoever is about to connect would be announced to a listener that is
+    // gone (1.13: ucp_cm_server_conn_request_cb ends the process).
+    if (listener_ != nullptr) ucp_listener_destroy(listener_);
     memories_.UnregisterAll(context_);
     ucp_worker_destroy(worker_);
   }

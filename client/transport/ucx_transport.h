@@ -260,6 +260,7 @@ class UcxTransport final : public Transport {
   int armed_in_vain_ = 0;   // Times in a row that UCX refused to sleep and had nothing to do.
   size_t header_bytes_max_ = 0;
   ucp_listener_h listener_ = nullptr;
+  bool accepting_ = true;
   AcceptHandler* acceptor_ = nullptr;
   HandlerArg handler_args_[kMessageTypeMax + 1];
   Memories memories_;
