@@ -48,7 +48,7 @@ constexpr size_t kNodeIdBytesMax = 128;
 constexpr size_t kTableBytesFixed = 512;
 constexpr size_t kIndexBufferBytes = size_t{4} << 20;
 constexpr size_t kBlockCacheBytes = size_t{32} << 20;  // Index rows and filters.
-// RocksDB's logs of itself count against the limit: a few MB at most.
+// RocksDB's manifest and write-ahead log count against the limit: a few MB at most.
 constexpr size_t kManifestBytesMax = size_t{1} << 20;
 constexpr size_t kLogBytesMax = size_t{8} << 20;
 
