@@ -101,8 +101,8 @@ void HbmMover::Used(const ObjectPin& pin) {
   if (!stopping_ && fits && promotions_.size() < options_.promotions_max) {
     promotions_.push_back(std::move(held));
     promotions_bytes_ += bytes;
+    wake_.Signal();
   }
-  wake_.Signal();
 }
 
 void HbmMover::Run() {
@@ -150,10 +150,7 @@ size_t HbmMover::SpillSome() {
       parts_.table->PinColdestInHbm({.bytes = GroupBytes(),
                                      .objects_max = options_.group_objects_max,
                                      .where = BlockTable::InHbm::kOnlyInHbm});
-  const uint64_t before = parts_.table->stats().objects_count;
-  const size_t copied = CopyDown(&pins, /*may_wait=*/false);
-  const uint64_t after = parts_.table->stats().objects_count;
-  return copied + (before - std::min(before, after));  // What was quarantined is out of the way.
+  return CopyDown(&pins, /*may_wait=*/false);
 }
 
 absl::StatusOr<Extent> HbmMover::AllocateDram(size_t bytes, bool may_wait) {
@@ -193,6 +190,7 @@ size_t HbmMover::CopyDown(std::vector<ObjectPin>* pins, bool may_wait) {
   *pins = std::move(clean);
   if (dirty.empty()) return 0;
   const std::vector<absl::Status> checks = Verify(dirty, payloads);
+  size_t quarantined = 0;
   std::vector<ObjectPin> sound;
   std::vector<Extent> extents;
   std::vector<MemoryCopy> copies;
@@ -200,6 +198,7 @@ size_t HbmMover::CopyDown(std::vector<ObjectPin>* pins, bool may_wait) {
     const size_t bytes = dirty[i].object().header.payload_bytes;
     if (absl::IsDataLoss(checks[i])) {
       parts_.spiller->Quarantine(std::move(dirty[i]), *parts_.hbm, checks[i]);
+      ++quarantined;
       continue;
     }
     Note(checks[i]);
@@ -212,14 +211,14 @@ size_t HbmMover::CopyDown(std::vector<ObjectPin>* pins, bool may_wait) {
   }
   const absl::Status copied = parts_.hbm->device()->Copy(copies);
   Note(copied);
-  if (!copied.ok()) return 0;
+  if (!copied.ok()) return quarantined;
   const size_t count = sound.size();
   for (size_t i = 0; i < count; ++i) {
     parts_.table->AttachDram(sound[i], std::move(extents[i]));
     parts_.metrics->HbmSpilled(copies[i].bytes);
     pins->push_back(std::move(sound[i]));
   }
-  return count;
+  return quarantined + count;
 }
 
 void HbmMover::Promote(std::vector<ObjectPin> pins) {

@@ -66,7 +66,7 @@ class HbmMover {
   void Used(const ObjectPin& pin) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Copies down a group of what only HBM holds, as far as DRAM has room at once. Returns how many
-  // objects that was. REQUIRES: stopped.
+  // objects that was, damaged ones that are quarantined too. REQUIRES: stopped.
   size_t SpillSome();
 
  private:
@@ -77,7 +77,7 @@ class HbmMover {
   // pinned, or DRAM has no room.
   uint64_t SpillGroup();
   // Gives those of `pins` that are only in HBM a copy in DRAM; those for which that fails leave
-  // `pins`. Returns how many were copied.
+  // `pins`. Returns how many were copied, or quarantined.
   size_t CopyDown(std::vector<ObjectPin>* pins, bool may_wait);
   // Frees HBM copies that DRAM or the disk has too. Returns the bytes freed.
   uint64_t EvictClean(uint64_t bytes);

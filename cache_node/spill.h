@@ -72,8 +72,6 @@ class Spiller {
   using AllocateDone = std::function<void(absl::StatusOr<Extent>)>;
   void Allocate(size_t bytes, bool may_drop, AllocateDone done) ABSL_LOCKS_EXCLUDED(mu_);
   size_t waiters_count() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Of the first one who waits; nothing when nobody does.
-  std::optional<bool> FirstMayDrop() const ABSL_LOCKS_EXCLUDED(mu_);
   // The same without waiting, and without a place among those who wait: what may go from DRAM at
   // once goes. kResourceExhausted when that is not enough.
   absl::StatusOr<Extent> AllocateNow(size_t bytes);
@@ -112,6 +110,8 @@ class Spiller {
   uint64_t GroupBytes() const;
   // Tries again for those who wait, in order; gives up on those past their deadline.
   void ServeWaiters() ABSL_LOCKS_EXCLUDED(mu_);
+  // Of the first one who waits; nothing when nobody does.
+  std::optional<bool> FirstMayDrop() const ABSL_LOCKS_EXCLUDED(mu_);
   // All, or the first one alone.
   void FailWaiters(const absl::Status& status, bool first_only = false) ABSL_LOCKS_EXCLUDED(mu_);
   // Copies one group down and frees its DRAM copies. Returns the bytes freed: 0 when everything is
