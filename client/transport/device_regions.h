@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/types/span.h"
@@ -11,23 +12,32 @@
 
 namespace okv {
 
-// Where a transport's device memory is. Thread-safe.
+// Where a transport's device memory is, and what the transport knows it by. Thread-safe.
+template <typename Handle>
 class DeviceRegions {
  public:
-  void Add(absl::Span<const uint8_t> region) ABSL_LOCKS_EXCLUDED(mu_) {
+  void Add(absl::Span<const uint8_t> region, Handle handle) ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
-    ends_[region.data()] = region.data() + region.size();
+    regions_[region.data()] = {.end = region.data() + region.size(), .handle = handle};
   }
-  // Whether all of it is in one region.
-  bool Contains(absl::Span<const uint8_t> memory) const ABSL_LOCKS_EXCLUDED(mu_) {
+  // The region's that has all of `memory`, if there is one.
+  std::optional<Handle> Find(absl::Span<const uint8_t> memory) const ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
-    const auto after = ends_.upper_bound(memory.data());
-    return after != ends_.begin() && memory.data() + memory.size() <= std::prev(after)->second;
+    const auto after = regions_.upper_bound(memory.data());
+    if (after == regions_.begin()) return std::nullopt;
+    const Region& region = std::prev(after)->second;
+    if (memory.data() + memory.size() > region.end) return std::nullopt;
+    return region.handle;
   }
 
  private:
+  struct Region {
+    const uint8_t* end;
+    Handle handle;
+  };
+
   mutable Mutex mu_;
-  std::map<const uint8_t*, const uint8_t*> ends_ ABSL_GUARDED_BY(mu_);  // By their begins.
+  std::map<const uint8_t*, Region> regions_ ABSL_GUARDED_BY(mu_);  // By their begins.
 };
 
 }  // namespace okv

@@ -78,13 +78,13 @@ class LoopbackTransport final : public Transport {
                                       ConnectionHandler* handler) override;
   void Post(std::function<void()> work) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) override {
-    if (kind == MemoryKind::kDevice) device_regions_.Add(memory);
+    if (kind == MemoryKind::kDevice) device_regions_.Add(memory, kind);
     return absl::OkStatus();
   }
   // One that is host memory, in truth: tests of what is done with it have such.
   bool takes_device_memory() const override { return true; }
   bool has_device_memory(absl::Span<const uint8_t> memory) const override {
-    return device_regions_.Contains(memory);
+    return device_regions_.Find(memory).has_value();
   }
 
   LoopbackConnection* Adopt(std::unique_ptr<LoopbackConnection> connection);
@@ -96,7 +96,7 @@ class LoopbackTransport final : public Transport {
   void Accept(std::shared_ptr<Link> link, const std::string& peer);
 
   LoopbackHub* const hub_;
-  DeviceRegions device_regions_;
+  DeviceRegions<MemoryKind> device_regions_;
   Mutex mu_;
   CondVar posted_;
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);

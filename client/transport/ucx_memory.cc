@@ -1,6 +1,6 @@
 #include "client/transport/ucx_memory.h"
 
-#include <iterator>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 
@@ -24,29 +24,28 @@ absl::Status Memories::Register(ucp_context_h context, absl::Span<uint8_t> memor
                                                kind == MemoryKind::kDevice ? "a device's" : "host",
                                                " memory: ", ucs_status_string(status)));
   }
-  const auto begin = reinterpret_cast<uintptr_t>(memory.data());
-  memories_[begin] = {.end = begin + memory.size(), .kind = kind, .handle = handle};
-  has_device_memory_ |= kind == MemoryKind::kDevice;
+  handles_.push_back(handle);
+  if (kind == MemoryKind::kDevice) {
+    device_regions_.Add(memory, handle);
+    has_device_memory_ = true;
+  }
   return absl::OkStatus();
 }
 
 void Memories::UnregisterAll(ucp_context_h context) {
-  for (const auto& [begin, memory] : memories_) ucp_mem_unmap(context, memory.handle);
-  memories_.clear();
+  for (const ucp_mem_h handle : handles_) ucp_mem_unmap(context, handle);
+  handles_.clear();
 }
 
-void Memories::Describe(const void* buffer, ucp_request_param_t* param) const {
+void Memories::Describe(absl::Span<const uint8_t> buffer, ucp_request_param_t* param) const {
   if (!has_device_memory_) return;
   param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param->memory_type = UCS_MEMORY_TYPE_HOST;
-  const auto address = reinterpret_cast<uintptr_t>(buffer);
-  const auto after = memories_.upper_bound(address);
-  if (after == memories_.begin()) return;
-  const Memory& memory = std::prev(after)->second;
-  if (address >= memory.end || memory.kind != MemoryKind::kDevice) return;
+  const std::optional<ucp_mem_h> handle = device_regions_.Find(buffer);
+  if (!handle.has_value()) return;
   param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
   param->memory_type = UCS_MEMORY_TYPE_CUDA;
-  param->memh = memory.handle;
+  param->memh = *handle;
 }
 
 }  // namespace okv::ucx

@@ -6,15 +6,17 @@
 #include <ucp/api/ucp.h>
 
 #include <cstdint>
-#include <map>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "client/device_memory.h"
+#include "client/transport/device_regions.h"
 
 namespace okv::ucx {
 
-// The memory that was registered with one UCX context. Owned by the transport thread.
+// The memory that was registered with one UCX context. Owned by the transport thread, but for
+// HasDevice.
 class Memories {
  public:
   Memories() = default;
@@ -29,16 +31,16 @@ class Memories {
   // Tells UCX which memory a buffer is in: with a device in the process it would ask the driver at
   // every transfer (its own cache needs hooks that a static CUDA runtime escapes), and what is said
   // here it need not register either. Without a device's memory it costs nothing.
-  void Describe(const void* buffer, ucp_request_param_t* param) const;
+  void Describe(absl::Span<const uint8_t> buffer, ucp_request_param_t* param) const;
+
+  // Whether all of it lies in one registration of a device's memory. Any thread.
+  bool HasDevice(absl::Span<const uint8_t> memory) const {
+    return device_regions_.Find(memory).has_value();
+  }
 
  private:
-  struct Memory {
-    uintptr_t end;
-    MemoryKind kind;
-    ucp_mem_h handle;
-  };
-
-  std::map<uintptr_t, Memory> memories_;  // By their begin.
+  std::vector<ucp_mem_h> handles_;
+  DeviceRegions<ucp_mem_h> device_regions_;
   bool has_device_memory_ = false;
 };
 

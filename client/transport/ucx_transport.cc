@@ -112,7 +112,8 @@ void UcxConnection::StartSmall(unsigned id, std::string header, std::string mess
                                        .message = std::move(message)});
   ++pending_;
   ucp_request_param_t param = SendParam(operation, UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_REPLY);
-  transport_->memories_.Describe(operation->message.data(), &param);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(operation->message.data());
+  transport_->memories_.Describe({bytes, operation->message.size()}, &param);
   Started(operation,
           ucp_am_send_nbx(endpoint_, id, operation->header.data(), operation->header.size(),
                           operation->message.data(), operation->message.size(), &param));
@@ -138,7 +139,7 @@ void UcxConnection::SendBulk(MessageType type, absl::string_view header,
   ++pending_;
   ++transport_->bulks_count_;
   ucp_request_param_t param = SendParam(operation, UCP_AM_SEND_FLAG_RNDV | UCP_AM_SEND_FLAG_REPLY);
-  transport_->memories_.Describe(payload.data(), &param);
+  transport_->memories_.Describe(payload, &param);
   Started(operation,
           ucp_am_send_nbx(endpoint_, static_cast<unsigned>(type), operation->header.data(),
                           operation->header.size(), payload.data(), payload.size(), &param));
@@ -163,7 +164,7 @@ void UcxConnection::StartReceive(UcxBulkReceive* bulk, absl::Span<uint8_t> buffe
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = OnReceived;
   param.user_data = operation;
-  transport_->memories_.Describe(buffer.data(), &param);
+  transport_->memories_.Describe(buffer, &param);
   Started(operation,
           ucp_am_recv_data_nbx(transport_->worker(), data, buffer.data(), buffer.size(), &param));
 }
@@ -604,9 +605,7 @@ absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory, MemoryKind
     return absl::FailedPreconditionError(
         "a device's memory cannot be registered with a transport without a device");
   }
-  OKV_RETURN_IF_ERROR(RunOnThread([&] { return memories_.Register(context_, memory, kind); }));
-  if (kind == MemoryKind::kDevice) device_regions_.Add(memory);
-  return absl::OkStatus();
+  return RunOnThread([&] { return memories_.Register(context_, memory, kind); });
 }
 
 ucs_status_t UcxTransport::OnActiveMessage(void* arg, const void* header, size_t header_length,

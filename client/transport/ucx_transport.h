@@ -23,7 +23,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/transport/address.h"
-#include "client/transport/device_regions.h"
 #include "client/transport/transport.h"
 #include "client/transport/ucx_environment.h"
 #include "client/transport/ucx_memory.h"
@@ -204,7 +203,7 @@ class UcxTransport final : public Transport {
   absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) override;
   bool takes_device_memory() const override { return options_.device != nullptr; }
   bool has_device_memory(absl::Span<const uint8_t> memory) const override {
-    return device_regions_.Contains(memory);
+    return memories_.HasDevice(memory);
   }
 
   ucp_worker_h worker() const { return worker_; }
@@ -264,7 +263,6 @@ class UcxTransport final : public Transport {
   AcceptHandler* acceptor_ = nullptr;
   HandlerArg handler_args_[kMessageTypeMax + 1];
   Memories memories_;
-  DeviceRegions device_regions_;
   std::deque<Event> events_;
   absl::flat_hash_map<ucp_ep_h, UcxConnection*> endpoints_;
   absl::flat_hash_map<UcxConnection*, std::unique_ptr<UcxConnection>> connections_;

@@ -181,15 +181,15 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceTest, ::testing::Values(false),
 TEST(DeviceRegionsTest, HaveWhatIsInOneOfThem) {
   const std::vector<uint8_t> memory(300);
   const auto span = absl::MakeConstSpan(memory);
-  DeviceRegions regions;
-  EXPECT_FALSE(regions.Contains(span.first(1)));
-  regions.Add(span.subspan(100, 50));
-  regions.Add(span.subspan(150, 50));
-  EXPECT_TRUE(regions.Contains(span.subspan(100, 50)));
-  EXPECT_TRUE(regions.Contains(span.subspan(160, 40)));
-  EXPECT_FALSE(regions.Contains(span.subspan(140, 20))) << "over two of them";
-  EXPECT_FALSE(regions.Contains(span.subspan(90, 20)));
-  EXPECT_FALSE(regions.Contains(span.subspan(190, 20)));
+  DeviceRegions<int> regions;
+  EXPECT_EQ(regions.Find(span.first(1)), std::nullopt);
+  regions.Add(span.subspan(100, 50), 1);
+  regions.Add(span.subspan(150, 50), 2);
+  EXPECT_EQ(regions.Find(span.subspan(100, 50)), 1);
+  EXPECT_EQ(regions.Find(span.subspan(160, 40)), 2);
+  EXPECT_EQ(regions.Find(span.subspan(140, 20)), std::nullopt) << "over two of them";
+  EXPECT_EQ(regions.Find(span.subspan(90, 20)), std::nullopt);
+  EXPECT_EQ(regions.Find(span.subspan(190, 20)), std::nullopt);
 }
 
 TEST(UcxDeviceTest, AVersionThatUnmapsWhatIsInUseIsNotSafe) {
