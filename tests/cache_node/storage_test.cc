@@ -205,21 +205,24 @@ Stored Find(const std::string& data_dir, const TestObject& object) {
   return {};
 }
 
+// A bit of its payload on disk.
+void FlipStored(const std::string& data_dir, const TestObject& object) {
+  Stored stored = Find(data_dir, object);
+  stored.bytes[stored.at + 100] ^= 8;
+  testing_support::WriteFile(stored.path, stored.bytes);
+}
+
 TEST(StorageTest, AFlippedBitInAGroupIsDataLossForThatObjectOnly) {
   const TempDir directory;
   Fill(directory.path(), 12);
-  Stored stored = Find(directory.path(), Filled(6));
-  stored.bytes[stored.at + 100] ^= 8;
-  testing_support::WriteFile(stored.path, stored.bytes);
+  FlipStored(directory.path(), Filled(6));
   ExpectQuarantined(directory.path(), 6, 12);
 }
 
 TEST(StorageTest, TwoReadersOfADamagedPayloadBothGetDataLoss) {
   const TempDir directory;
   Fill(directory.path(), 4);
-  Stored stored = Find(directory.path(), Filled(1));
-  stored.bytes[stored.at + 100] ^= 8;
-  testing_support::WriteFile(stored.path, stored.bytes);
+  FlipStored(directory.path(), Filled(1));
   TestStorage node;
   ASSERT_TRUE(node.Open(TestStorageOptions(directory.path())).ok());
   {
