@@ -19,6 +19,17 @@ mkdir -p "$dir/bin" "$dir/lib"
 c_library='/(libc|libm|libdl|librt|libpthread|libresolv|libutil|ld-linux[^/]*)\.so'
 driver='^(libcuda|libnvidia-ml)\.so'
 
+# Where a file is loaded to, and how much of it.
+segments_of() { readelf -lW "$1" | awk '$1 == "LOAD" {print $3, $5, $6}'; }
+# Strips FILE, unless that loses bytes of it: strip does not understand what patchelf made of the
+# libraries in a wheel.
+strip_file() {
+  strip --strip-unneeded -o "$1.stripped" "$1" 2>/dev/null || true
+  if [ -s "$1.stripped" ] && [ "$(segments_of "$1")" = "$(segments_of "$1.stripped")" ]; then
+    mv -f "$1.stripped" "$1"
+  fi
+  rm -f "$1.stripped"
+}
 # What FILE needs and is not here.
 missing_of() { ldd "$1" | awk '/not found/ {print $1}' | { grep -Ev "$driver" || true; }; }
 # Copies what FILE needs.
@@ -28,7 +39,7 @@ copy_libraries() {
       name=$(basename "$library")
       if [[ $name =~ $driver || -e $dir/lib/$name ]]; then continue; fi
       cp -L "$library" "$dir/lib/"
-      strip --strip-unneeded "$dir/lib/$name" 2>/dev/null || true
+      strip_file "$dir/lib/$name"
     done
 }
 
@@ -40,7 +51,7 @@ for program in "$@"; do
     exit 1
   fi
   cp -f "$program" "$dir/bin/"
-  strip "$dir/bin/$(basename "$program")" 2>/dev/null || true
+  strip_file "$dir/bin/$(basename "$program")"
   missing=$(missing_of "$program")
   if [ -n "$missing" ]; then
     echo "bundle: error: $program needs $missing, which is not here" >&2
@@ -62,7 +73,7 @@ if [ -n "$ucs" ] && [ -d "$(dirname "$ucs")/ucx" ]; then
       continue
     fi
     cp -L "$module" "$dir/lib/ucx/"
-    strip --strip-unneeded "$dir/lib/ucx/$name" 2>/dev/null || true
+    strip_file "$dir/lib/ucx/$name"
     LD_LIBRARY_PATH="$(dirname "$ucs")" copy_libraries "$module"
   done
 fi
