@@ -129,6 +129,10 @@ NodeMetrics::NodeMetrics()
       hbm_merged_objects_(&Counters(&registry_, "okv_node_hbm_merged_objects_total",
                                     "Objects that left HBM in the transfer of another one")
                                ->Add({})),
+      hbm_packed_objects_(
+          &Counters(&registry_, "okv_node_hbm_packed_objects_total",
+                    "Objects, or ranges of them, that were put together in HBM to leave it")
+               ->Add({})),
       passed_bytes_(&Counters(&registry_, "okv_node_passed_bytes_total",
                               "Payload bytes read from disk for one use and not kept in DRAM")
                          ->Add({})),
@@ -202,6 +206,10 @@ void NodeMetrics::HbmSent(absl::string_view path, uint64_t payload_bytes) {
 
 void NodeMetrics::HbmMerged(uint64_t objects_count) {
   hbm_merged_objects_->Increment(static_cast<double>(objects_count));
+}
+
+void NodeMetrics::HbmPacked(uint64_t objects_count) {
+  hbm_packed_objects_->Increment(static_cast<double>(objects_count));
 }
 
 void NodeMetrics::Passed(uint64_t payload_bytes) {

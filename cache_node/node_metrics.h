@@ -58,6 +58,8 @@ class NodeMetrics {
   void HbmSent(absl::string_view path, uint64_t payload_bytes);
   // Objects that left HBM in the transfer of another one.
   void HbmMerged(uint64_t objects_count);
+  // Objects that were put together in HBM to leave it.
+  void HbmPacked(uint64_t objects_count);
   // Read from disk for one use, and not kept in DRAM.
   void Passed(uint64_t payload_bytes);
   // The disk could not take a group.
@@ -100,6 +102,7 @@ class NodeMetrics {
   prometheus::Counter* const hbm_promoted_bytes_;
   prometheus::Family<prometheus::Counter>* const hbm_sent_bytes_;
   prometheus::Counter* const hbm_merged_objects_;
+  prometheus::Counter* const hbm_packed_objects_;
   prometheus::Counter* const passed_bytes_;
   prometheus::Histogram* const fetch_seconds_;
   prometheus::Histogram* const verify_seconds_;

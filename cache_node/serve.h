@@ -48,6 +48,8 @@ struct DataPlaneOptions {
   // microsecond, and each has three messages over TCP.
   uint32_t merged_objects_max = kObjectsPerDeliveryMax;
   uint64_t merged_bytes_max = uint64_t{128} << 20;
+  // From so many on they leave without what lies apart from them, which needs a copy.
+  uint32_t merged_objects_min = 8;
   // Puts offered and not yet answered, a session.
   size_t puts_per_session_max = 4096;
   uint32_t disk_threads = 2;
@@ -130,12 +132,14 @@ class DataPlane final : public Transport::AcceptHandler {
     ObjectId id;
     BlockIndex index;
     BlockRange range;
-    bool follows = false;  // At the reader it lies behind the object before it.
+    bool follows = false;         // At the reader it lies behind the object before it.
+    uint64_t pack_bytes_max = 0;  // Of the request.
     int64_t received_nanos;
     int64_t deadline_nanos;
     ObjectPin pin;               // From its turn on.
     AlignedBuffer own;           // The payload, when DRAM has no room for it.
     StagingPool::Buffer staged;  // The range, when the payload has it in several pieces.
+    DeviceStaging::Slot packed;  // All that leaves together, where it lies apart in HBM.
     absl::Status loaded;         // How the disk read or the copy ended.
     absl::string_view tier = "dram";
     bool sending = false;
@@ -170,8 +174,9 @@ class DataPlane final : public Transport::AcceptHandler {
     PageLayout layout;
     std::string device_path;  // Of the connection, known from the first delivery from HBM on.
     std::deque<DeliveryRef> queue;
-    int64_t queue_deadline_nanos = 0;                    // No deadline in the queue is earlier.
-    bool has_turn = false;                               // It is in turns_.
+    int64_t queue_deadline_nanos = 0;  // No deadline in the queue is earlier.
+    bool has_turn = false;             // It is in turns_.
+    bool waits_for_slot = false;       // Of the staging, until one of its transfers ends.
     absl::flat_hash_map<uint64_t, DeliveryRef> sending;  // By serial number.
     absl::flat_hash_map<uint64_t, IncomingRef> incoming;
     uint32_t shares_waiting = 0;  // Received; their blocks lack others.
@@ -196,10 +201,22 @@ class DataPlane final : public Transport::AcceptHandler {
   void TakeTurn(Session* session);
   void Start(Session* session, DeliveryRef delivery);
   absl::Status PinFor(const Session& session, Delivery* delivery);
-  // Takes from the queue what can leave together with `first`, whose payload is in HBM.
-  void JoinNeighbors(Session* session, Delivery* first);
+  // Of `first`, whose payload is in HBM, and what can leave together with it.
+  void StartFromHbm(Session* session, uint64_t serial, const DeliveryRef& first);
+  // Takes from the queue what can leave together with `first`: what lies behind it in HBM and at
+  // the reader, and what lies elsewhere if a place to put it together is free. False: the session
+  // had better wait for one of its places.
+  bool JoinOthers(Session* session, Delivery* first);
+  // Whether `bytes` that leave with `first` can lie side by side in a place of the staging, which
+  // it gets: a session has half of them at most. *busy: only because the session waits for some.
+  bool TakeSlot(const Session& session, uint64_t bytes, Delivery* first, bool* busy);
+  uint64_t BytesOf(const Session& session, const Delivery& delivery) const {
+    return delivery.range.bytes(session.layout, delivery.id.codec);
+  }
   // The header of a delivery, empty when it does not fit: then the delivery has failed.
   std::string DeliveryHeader(Session* session, uint64_t serial, const Delivery& delivery);
+  // Gather() on a thread that may block, then Loaded().
+  void GatherAside(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
   // Gives idle disk threads to sessions that wait for one, in turn.
   void PumpDisk();
   void ReadFromDisk(uint64_t session_id, uint64_t serial, DeliveryRef delivery);

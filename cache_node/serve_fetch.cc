@@ -51,6 +51,7 @@ void DataPlane::OnFetchRequest(Session* session, absl::string_view message) {
     delivery->index = BlockIndex(object.index());
     delivery->range = *range;
     delivery->follows = object.follows() && i > 0;
+    delivery->pack_bytes_max = request.pack_bytes_max();
     delivery->received_nanos = now_nanos;
     delivery->deadline_nanos = deadline_nanos;
     session->queue.push_back(std::move(delivery));
@@ -98,8 +99,8 @@ void DataPlane::OnComplaint(Session* session, absl::string_view message) {
 }
 
 void DataPlane::TakeTurn(Session* session) {
-  if (session->has_turn || session->state != Session::State::kOpen || session->queue.empty() ||
-      session->sending.size() >= options_.bulks_per_session_max) {
+  if (session->has_turn || session->waits_for_slot || session->state != Session::State::kOpen ||
+      session->queue.empty() || session->sending.size() >= options_.bulks_per_session_max) {
     return;
   }
   session->has_turn = true;
@@ -137,6 +138,12 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
     SendFailure(session, delivery->request_id, delivery->ordinal, status);
     return;
   }
+  if (delivery->pin.memory().device != nullptr && !JoinOthers(session, delivery.get())) {
+    delivery->pin.Release();
+    session->queue.push_front(std::move(delivery));
+    session->waits_for_slot = true;
+    return;
+  }
   const uint64_t serial = next_serial_++;
   session->sending[serial] = delivery;
   ++bulks_count_;
@@ -148,55 +155,121 @@ void DataPlane::Start(Session* session, DeliveryRef delivery) {
     PumpDisk();
     return;
   }
-  const bool copy_here =
-      memory.device == nullptr &&
-      delivery->range.bytes(session->layout, delivery->id.codec) <= kCopyHereBytesMax;
+  if (memory.device != nullptr) {
+    StartFromHbm(session, serial, delivery);
+    return;
+  }
+  const bool copy_here = BytesOf(*session, *delivery) <= kCopyHereBytesMax;
   if (!copy_here && RangePieces(delivery->range, session->layout, delivery->id.codec).size() > 1) {
-    copiers_.Add([this, session_id = session->id, serial, delivery] {
-      Gather(delivery.get());
-      parts_.transport->Post(
-          [this, session_id, serial, delivery] { Loaded(session_id, serial, delivery); });
-    });
+    GatherAside(session->id, serial, delivery);
     return;
   }
   Gather(delivery.get());
-  if (memory.device != nullptr) JoinNeighbors(session, delivery.get());
   SendDelivery(session, serial, delivery.get());
 }
 
-void DataPlane::JoinNeighbors(Session* session, Delivery* first) {
-  if (first->range != BlockRange::Whole(session->layout)) return;
+void DataPlane::GatherAside(uint64_t session_id, uint64_t serial, DeliveryRef delivery) {
+  copiers_.Add([this, session_id, serial, delivery] {
+    Gather(delivery.get());
+    parts_.transport->Post(
+        [this, session_id, serial, delivery] { Loaded(session_id, serial, delivery); });
+  });
+}
+
+void DataPlane::StartFromHbm(Session* session, uint64_t serial, const DeliveryRef& first) {
+  if (!first->packed.has_memory()) {
+    if (RangePieces(first->range, session->layout, first->id.codec).size() > 1) {
+      GatherAside(session->id, serial, first);  // Through host memory.
+    } else {
+      SendDelivery(session, serial, first.get());
+    }
+    return;
+  }
+  std::vector<MemoryCopy> copies;
+  uint8_t* to = first->packed.span().data();
+  const auto add = [&](const Delivery& delivery) {
+    const uint8_t* const from = delivery.pin.memory().bytes.data();
+    for (const BlockPiece& piece :
+         RangePieces(delivery.range, session->layout, delivery.id.codec)) {
+      copies.push_back({.to = to, .from = from + piece.offset, .bytes = piece.bytes});
+      to += piece.bytes;
+    }
+  };
+  add(*first);
+  for (const DeliveryRef& next : first->more) add(*next);
+  parts_.transport->device_staging()->Copy(
+      std::move(copies), [this, session_id = session->id, serial, first](absl::Status status) {
+        first->loaded = std::move(status);
+        Loaded(session_id, serial, first);
+      });
+}
+
+bool DataPlane::TakeSlot(const Session& session, uint64_t bytes, Delivery* first, bool* busy) {
+  if (bytes > first->pack_bytes_max) return false;
+  DeviceStaging* const staging = parts_.transport->device_staging();
+  if (staging == nullptr || bytes > staging->slot_bytes()) return false;
+  if (first->packed.has_memory()) return true;
+  uint32_t taken = 0;
+  for (const auto& [serial, delivery] : session.sending) {
+    if (delivery->packed.has_memory()) ++taken;
+  }
+  if (taken < DeviceStaging::kSlots / 2) first->packed = staging->TryTake();
+  if (!first->packed.has_memory() && taken > 0) *busy = true;
+  return first->packed.has_memory();
+}
+
+bool DataPlane::JoinOthers(Session* session, Delivery* first) {
   const Payload payload = first->pin.memory();
+  bool busy = false;
+  const bool whole = first->range == BlockRange::Whole(session->layout);
+  // The pieces of a range lie apart.
+  if (!whole && RangePieces(first->range, session->layout, first->id.codec).size() > 1 &&
+      !TakeSlot(*session, BytesOf(*session, *first), first, &busy)) {
+    return !busy;
+  }
   const uint8_t* end = payload.bytes.data() + payload.bytes.size();
+  uint64_t bytes = BytesOf(*session, *first);
+  bool follow = true;  // All so far, at the reader.
   // Their headers are one message.
   const size_t header_bytes = first->pin.object().header.Encode().size() + 16;
   const size_t objects_max =
       std::min<size_t>(options_.merged_objects_max, kMessageBytesMax / 2 / header_bytes);
   while (!session->queue.empty() && first->more.size() + 1 < objects_max) {
     Delivery* next = session->queue.front().get();
-    if (!next->follows || next->request_id != first->request_id ||
+    if (next->request_id != first->request_id ||
         next->ordinal != first->ordinal + first->more.size() + 1) {
-      return;
+      break;
     }
     const absl::Status status = PinFor(*session, next);
     if (!status.ok()) {
       SendFailure(session, next->request_id, next->ordinal, status);
       session->queue.pop_front();
-      return;  // The next one lies behind this one's buffer.
+      break;  // The next one lies behind this one's buffer.
     }
     const Payload its = next->pin.memory();
-    const uint64_t bytes = static_cast<uint64_t>(end - payload.bytes.data()) + its.bytes.size();
-    if (its.device != payload.device || its.bytes.data() != end ||
-        bytes > options_.merged_bytes_max) {
-      next->pin.Release();  // Its turn comes.
-      return;
+    const bool behind = whole && its.bytes.data() == end && !first->packed.has_memory();
+    const bool direct = behind && follow && next->follows;
+    bytes += BytesOf(*session, *next);
+    bool joins = its.device == payload.device;
+    if (joins && direct) {
+      joins = bytes <= options_.merged_bytes_max;
+    } else if (joins) {
+      const bool had_enough = follow && !first->packed.has_memory() &&
+                              first->more.size() + 1 >= options_.merged_objects_min;
+      joins = !had_enough && bytes <= first->pack_bytes_max &&
+              (behind || TakeSlot(*session, bytes, first, &busy));
     }
-    end += its.bytes.size();
-    next->tier = first->tier;
-    next->sending = true;
+    if (!joins) {
+      next->pin.Release();  // Its turn comes.
+      break;
+    }
+    follow = follow && next->follows;
+    end = its.bytes.data() + its.bytes.size();
+    next->tier = "hbm";
     first->more.push_back(std::move(session->queue.front()));
     session->queue.pop_front();
   }
+  return !busy || !first->more.empty();
 }
 
 void DataPlane::PumpDisk() {
@@ -299,7 +372,11 @@ void DataPlane::Loaded(uint64_t session_id, uint64_t serial, DeliveryRef deliver
     session->sending.erase(serial);
     if (session->state == Session::State::kOpen) {
       SendFailure(session, delivery->request_id, delivery->ordinal, delivery->loaded);
+      for (const DeliveryRef& next : delivery->more) {
+        SendFailure(session, next->request_id, next->ordinal, delivery->loaded);
+      }
     }
+    session->waits_for_slot = false;
     TakeTurn(session);
   }
   Pump();
@@ -335,7 +412,11 @@ void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delive
   const std::string header = DeliveryHeader(session, serial, *delivery);
   if (header.empty()) return;
   absl::Span<const uint8_t> payload = delivery->staged.span();
-  if (!delivery->staged.has_memory()) {
+  if (delivery->packed.has_memory()) {
+    uint64_t bytes = BytesOf(*session, *delivery);
+    for (const DeliveryRef& next : delivery->more) bytes += BytesOf(*session, *next);
+    payload = delivery->packed.span().first(bytes);
+  } else if (!delivery->staged.has_memory()) {
     const absl::Span<const uint8_t> whole = PayloadOf(*delivery).bytes;
     const BlockPiece piece = RangePieces(delivery->range, session->layout, delivery->id.codec)[0];
     payload = whole.subspan(piece.offset, piece.bytes);
@@ -345,6 +426,7 @@ void DataPlane::SendDelivery(Session* session, uint64_t serial, Delivery* delive
     }
   }
   delivery->sending = true;
+  for (const DeliveryRef& next : delivery->more) next->sending = true;
   session->connection->SendBulk(
       MessageType::kObjectDelivery, header, payload,
       [this, session, serial](absl::Status status) { OnSent(session, serial, status); });
@@ -360,6 +442,10 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
   NoteSent(session, delivery.get(), status);
   for (const DeliveryRef& next : delivery->more) NoteSent(session, next.get(), status);
   if (status.ok() && !delivery->more.empty()) parts_.metrics->HbmMerged(delivery->more.size());
+  if (status.ok() && delivery->packed.has_memory()) {
+    parts_.metrics->HbmPacked(delivery->more.size() + 1);
+  }
+  session->waits_for_slot = false;
   TakeTurn(session);
   Pump();
 }

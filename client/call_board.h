@@ -31,7 +31,7 @@ class CallBoard {
   void Post(Result result) ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
     results_.push_back(std::move(result));
-    changed_.SignalAll();
+    if (results_.size() == 1) changed_.SignalAll();  // Whoever wakes takes all.
   }
 
   // Everything posted since the last call, waiting until there is something or `until` has passed.

@@ -11,6 +11,7 @@
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "client/device_memory.h"
+#include "kernels/cuda/copy_spans.h"
 #include "kernels/cuda/device_buffer.h"
 #include "kernels/cuda/verify.h"
 #include "proto/check.h"
@@ -117,6 +118,7 @@ class CudaDevice final : public DeviceMemory {
   absl::Status LockHostMemory(absl::Span<uint8_t> memory) override;
   void UnlockHostMemory(absl::Span<uint8_t> memory) override;
   absl::Status Copy(absl::Span<const MemoryCopy> copies) override;
+  absl::Status CopyWithin(absl::Span<const MemoryCopy> copies) override;
   absl::StatusOr<std::vector<std::vector<uint32_t>>> Checksum(
       absl::Span<const DeviceRuns> blocks) override;
   std::vector<absl::Status> Verify(absl::Span<const DeviceRuns> blocks,
@@ -124,6 +126,8 @@ class CudaDevice final : public DeviceMemory {
 
  private:
   absl::Status Check(absl::string_view what, cudaError_t error) const;
+  // Runs `queue` on a stream and waits for what it queued.
+  absl::Status OnLane(const std::function<absl::Status(cudaStream_t)>& queue);
   absl::StatusOr<std::unique_ptr<Lane>> TakeLane() ABSL_LOCKS_EXCLUDED(mu_);
   void GiveLane(std::unique_ptr<Lane> lane) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Reserve(Lane* lane, size_t bytes);
@@ -248,20 +252,39 @@ absl::Status CudaDevice::FlushWrites() {
                                                   cudaFlushGPUDirectRDMAWritesToOwner));
 }
 
-absl::Status CudaDevice::Copy(absl::Span<const MemoryCopy> copies) {
+absl::Status CudaDevice::OnLane(const std::function<absl::Status(cudaStream_t)>& queue) {
   const OnDevice current(device_);
   OKV_RETURN_IF_ERROR(Check("cannot be used", current.error()));
   OKV_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, TakeLane());
-  absl::Status status;
-  for (const MemoryCopy& copy : copies) {
-    status = Check(
-        "a copy", cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, lane->stream));
-    if (!status.ok()) break;
-  }
+  absl::Status status = queue(lane->stream);
   // Also after an error: those before it may still run.
   status.Update(Check("copies", cudaStreamSynchronize(lane->stream)));
   GiveLane(std::move(lane));
   return status;
+}
+
+absl::Status CudaDevice::Copy(absl::Span<const MemoryCopy> copies) {
+  return OnLane([&](cudaStream_t stream) -> absl::Status {
+    for (const MemoryCopy& copy : copies) {
+      OKV_RETURN_IF_ERROR(Check(
+          "a copy", cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream)));
+    }
+    return absl::OkStatus();
+  });
+}
+
+absl::Status CudaDevice::CopyWithin(absl::Span<const MemoryCopy> copies) {
+  return OnLane([&](cudaStream_t stream) -> absl::Status {
+    std::vector<cuda::CopySpan> spans;
+    for (size_t i = 0; i < copies.size(); ++i) {
+      spans.push_back({.to = copies[i].to, .from = copies[i].from, .bytes = copies[i].bytes});
+      if (spans.size() < cuda::kCopySpansMax && i + 1 < copies.size()) continue;
+      OKV_RETURN_IF_ERROR(Check(
+          "copies", cuda::CopySpans(spans.data(), static_cast<uint32_t>(spans.size()), stream)));
+      spans.clear();
+    }
+    return absl::OkStatus();
+  });
 }
 
 cuda::RunSet CudaDevice::Describe(absl::Span<const DeviceRuns> blocks, const Batch& batch,

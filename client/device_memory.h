@@ -80,6 +80,9 @@ class DeviceMemory {
 
   // In any direction. kUnavailable naming the device when it fails.
   virtual absl::Status Copy(absl::Span<const MemoryCopy> copies) = 0;
+  // The same where both places of each are in the device's memory, all multiples of 16, and none
+  // overlaps what another writes: together, in few launches.
+  virtual absl::Status CopyWithin(absl::Span<const MemoryCopy> copies) = 0;
   // Checksums of the runs of each, in the order of its range. kUnavailable as above.
   virtual absl::StatusOr<std::vector<std::vector<uint32_t>>> Checksum(
       absl::Span<const DeviceRuns> blocks) = 0;

@@ -104,8 +104,10 @@ bool NodeSession::Follows(absl::Span<const uint8_t> before,
 void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> targets,
                             size_t first, const FetchDone& done) {
   request.set_request_id(next_request_++);
+  bool on_device = targets.size() > 1;
   absl::Span<const uint8_t> before;
   for (const FetchTarget& target : targets) {
+    on_device = on_device && transport_->has_device_memory(target.buffer);
     v1::FetchObject* object = request.add_objects();
     object->set_follows(Follows(before, target.buffer));
     before = target.buffer;
@@ -114,6 +116,10 @@ void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> t
     object->set_index(target.index.value());
   }
   PendingFetch pending;
+  if (DeviceStaging* staging = on_device ? transport_->device_staging() : nullptr) {
+    request.set_pack_bytes_max(staging->slot_bytes());
+    pending.may_pack = true;
+  }
   pending.states.assign(targets.size(), TargetState::kAsked);
   pending.first = first;
   pending.remaining = targets.size();
@@ -240,8 +246,8 @@ void NodeSession::OnClosed(Connection* /*connection*/, const absl::Status& why) 
   EndCalls();
 }
 
-// The connection is gone: nothing of it touches a buffer any more.
 void NodeSession::EndCalls() {
+  if (unpacking_ > 0) return;  // The last of them calls again.
   for (auto& [request_id, pending] : std::exchange(fetches_, {})) {
     for (size_t i = 0; i < pending.targets.size(); ++i) {
       if (pending.states[i] != TargetState::kDone) pending.done(pending.first + i, why_);
@@ -360,21 +366,36 @@ void NodeSession::ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t c
   PendingFetch& pending = fetches_.at(request_id);
   bool sound =
       count <= kObjectsPerDeliveryMax && uint64_t{ordinal} + count <= pending.targets.size();
-  const uint8_t* begin = pending.targets[ordinal].buffer.data();
-  const uint8_t* end = begin;
+  bool side_by_side = true;
+  uint64_t bytes = 0;
+  absl::Span<const uint8_t> before;
   for (uint32_t i = ordinal; sound && i < ordinal + count; ++i) {
-    const absl::Span<uint8_t> buffer = pending.targets[i].buffer;
-    sound = pending.states[i] == TargetState::kAsked && buffer.data() == end;
-    end += buffer.size();
+    const absl::Span<const uint8_t> buffer = pending.targets[i].buffer;
+    sound = pending.states[i] == TargetState::kAsked;
+    side_by_side = side_by_side && (i == ordinal || Follows(before, buffer));
+    bytes += buffer.size();
+    before = buffer;
   }
+  DeviceStaging* const staging =
+      sound && !side_by_side && pending.may_pack ? transport_->device_staging() : nullptr;
+  sound = sound && (side_by_side || (staging != nullptr && bytes <= staging->slot_bytes()));
   Batch& batch = pending.batches[ordinal];
-  if (!sound || payload->payload_bytes() != static_cast<size_t>(end - begin) || batch.count != 0 ||
+  if (!sound || payload->payload_bytes() != bytes || batch.count != 0 ||
       (!batch.headers.empty() && batch.headers.size() != count)) {
     Violation("a delivery of objects that do not belong together");
     return;
   }
   batch.count = count;
   for (uint32_t i = 0; i < count; ++i) pending.states[ordinal + i] = TargetState::kReceiving;
+  if (staging != nullptr) {
+    staging->Take([self = shared_from_this(), request_id, ordinal,
+                   payload = std::shared_ptr<BulkReceive>(std::move(payload))](
+                      DeviceStaging::Slot slot) mutable {
+      self->ReceivePacked(request_id, ordinal, std::move(payload),
+                          std::make_shared<DeviceStaging::Slot>(std::move(slot)));
+    });
+    return;
+  }
   payload->Receive(absl::MakeSpan(pending.targets[ordinal].buffer.data(), payload->payload_bytes()),
                    [this, request_id, ordinal](const absl::Status& status) {
                      // As of a single one: EndCalls reports why.
@@ -384,6 +405,48 @@ void NodeSession::ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t c
                    });
 }
 
+void NodeSession::ReceivePacked(uint64_t request_id, uint32_t ordinal,
+                                std::shared_ptr<BulkReceive> payload,
+                                std::shared_ptr<DeviceStaging::Slot> slot) {
+  if (state_ != State::kOpen) return;  // It broke meanwhile.
+  BulkReceive* const receive = payload.get();
+  receive->Receive(
+      slot->span().first(receive->payload_bytes()),
+      [this, request_id, ordinal, payload = std::move(payload), slot](const absl::Status& status) {
+        // When the connection fails, EndCalls reports why.
+        if (status.ok()) Unpack(request_id, ordinal, slot);
+      });
+}
+
+void NodeSession::Unpack(uint64_t request_id, uint32_t ordinal,
+                         std::shared_ptr<DeviceStaging::Slot> slot) {
+  const PendingFetch& pending = fetches_.at(request_id);
+  std::vector<MemoryCopy> copies;
+  size_t offset = 0;
+  for (uint32_t i = 0; i < pending.batches.at(ordinal).count; ++i) {
+    const absl::Span<uint8_t> buffer = pending.targets[ordinal + i].buffer;
+    copies.push_back(
+        {.to = buffer.data(), .from = slot->span().data() + offset, .bytes = buffer.size()});
+    offset += buffer.size();
+  }
+  ++unpacking_;
+  transport_->device_staging()->Copy(
+      std::move(copies), [self = shared_from_this(), request_id, ordinal,
+                          slot = std::move(slot)](const absl::Status& status) {
+        --self->unpacking_;
+        if (self->state_ == State::kClosed) {
+          self->EndCalls();
+          return;
+        }
+        if (self->state_ == State::kClosing) return;
+        Batch& batch = self->fetches_.at(request_id).batches.at(ordinal);
+        batch.received = true;
+        // A device that fails is no fault of the node's.
+        if (!status.ok()) batch.copied = absl::InternalError(status.message());
+        self->FinishBatch(request_id, ordinal);
+      });
+}
+
 void NodeSession::FinishBatch(uint64_t request_id, uint32_t ordinal) {
   PendingFetch& pending = fetches_.at(request_id);
   if (!pending.batches.at(ordinal).received || pending.batches.at(ordinal).headers.empty()) return;
@@ -391,7 +454,10 @@ void NodeSession::FinishBatch(uint64_t request_id, uint32_t ordinal) {
   pending.batches.erase(ordinal);
   for (uint32_t i = 0; i < batch.count; ++i) {
     const FetchTarget& target = fetches_.at(request_id).targets[ordinal + i];
-    Received(request_id, ordinal + i, CheckHeader(target, batch.headers[i], target.buffer.size()));
+    absl::StatusOr<ObjectHeader> header =
+        CheckHeader(target, batch.headers[i], target.buffer.size());
+    if (header.ok() && !batch.copied.ok()) header = batch.copied;
+    Received(request_id, ordinal + i, std::move(header));
   }
 }
 

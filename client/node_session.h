@@ -101,11 +101,13 @@ class NodeSession final : public ConnectionHandler,
     uint32_t count = 0;  // 0: the bytes have not been announced yet.
     bool received = false;
     std::vector<std::string> headers;  // Encoded; empty: not here yet.
+    absl::Status copied;               // How bringing the bytes to their places ended.
   };
   struct PendingFetch {
     std::vector<FetchTarget> targets;
     std::vector<TargetState> states;    // [targets]
     std::map<uint32_t, Batch> batches;  // By their first target.
+    bool may_pack = false;              // Deliveries of several may be for buffers that lie apart.
     size_t first = 0;                   // targets[0] is this one of the call.
     size_t remaining = 0;
     FetchDone done;
@@ -146,6 +148,11 @@ class NodeSession final : public ConnectionHandler,
   // The bytes of several targets are on offer.
   void ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t count,
                     std::unique_ptr<BulkReceive> payload);
+  // The same, for buffers that lie apart: into a place of the transport's staging, once there is
+  // one, and from there into each.
+  void ReceivePacked(uint64_t request_id, uint32_t ordinal, std::shared_ptr<BulkReceive> payload,
+                     std::shared_ptr<DeviceStaging::Slot> slot);
+  void Unpack(uint64_t request_id, uint32_t ordinal, std::shared_ptr<DeviceStaging::Slot> slot);
   // Ends the batch's targets once both its parts are here.
   void FinishBatch(uint64_t request_id, uint32_t ordinal);
   void HandlePutReply(absl::string_view message);
@@ -157,6 +164,7 @@ class NodeSession final : public ConnectionHandler,
                                            size_t payload_bytes) const;
   void BreakNow(const absl::Status& why);
   void Violation(absl::string_view what);
+  // The connection is gone. Calls end when no copy from the staging runs any more either.
   void EndCalls();
 
   Transport* const transport_;
@@ -173,6 +181,7 @@ class NodeSession final : public ConnectionHandler,
   std::vector<std::function<void()>> waiting_;  // Calls before the node's answer.
   uint64_t next_request_ = 1;
   absl::flat_hash_map<uint64_t, PendingFetch> fetches_;
+  size_t unpacking_ = 0;  // Copies from the staging that run.
   std::deque<QueuedPut> put_queue_;
   size_t puts_on_offer_ = 0;  // Of puts_, those that the node does not have yet.
   absl::flat_hash_map<uint64_t, PendingPut> puts_;

@@ -34,7 +34,7 @@ BlockKey ComputeBlockKey(const BlockKeyInput& input) {
     fields.Bytes(kNoParent, "");
   }
   std::string tokens;
-  for (const uint32_t token : input.tokens) AppendU32(&tokens, token);
+  AppendU32s(&tokens, input.tokens);
   fields.Bytes(kTokens, tokens);
   for (const ExtraKey& extra : input.extra_keys) {
     fields.Bytes(static_cast<uint8_t>(kExtraKey + static_cast<uint8_t>(extra.kind)), extra.value);

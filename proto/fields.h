@@ -4,8 +4,10 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "proto/check.h"
 
 namespace okv {
@@ -13,8 +15,21 @@ namespace okv {
 // The byte encoding under every identity (page_layout.md, "Fields"): (tag u8, length u32 LE,
 // bytes). Lengths make it unambiguous, tags keep two kinds of one content apart.
 
+// Little-endian, wherever it runs; compilers make one store of it.
+inline void StoreU32(uint32_t value, char* to) {
+  for (int i = 0; i < 4; ++i) to[i] = static_cast<char>(value >> (8 * i));
+}
 inline void AppendU32(std::string* out, uint32_t value) {
-  for (int shift = 0; shift < 32; shift += 8) out->push_back(static_cast<char>(value >> shift));
+  char bytes[4];
+  StoreU32(value, bytes);
+  out->append(bytes, sizeof(bytes));
+}
+// Each as AppendU32: headers have hundreds.
+inline void AppendU32s(std::string* out, absl::Span<const uint32_t> values) {
+  const size_t begin = out->size();
+  out->resize(begin + 4 * values.size());
+  char* to = out->data() + begin;
+  for (size_t i = 0; i < values.size(); ++i) StoreU32(values[i], to + 4 * i);
 }
 inline void AppendU64(std::string* out, uint64_t value) {
   AppendU32(out, static_cast<uint32_t>(value));
@@ -82,6 +97,20 @@ class FieldReader {
       value |= uint64_t{static_cast<uint8_t>(bytes[i])} << (8 * i);
     }
     return value;
+  }
+  // `count` values of Unsigned(4); none when they do not all fit.
+  std::vector<uint32_t> U32s(size_t count) {
+    if (count > rest_.size() / 4) ok_ = false;
+    const absl::string_view bytes = ok_ ? Take(4 * count) : absl::string_view();
+    std::vector<uint32_t> values(bytes.size() / 4);
+    for (size_t i = 0; i < values.size(); ++i) {
+      uint32_t value = 0;
+      for (size_t k = 0; k < 4; ++k) {
+        value |= uint32_t{static_cast<uint8_t>(bytes[4 * i + k])} << (8 * k);
+      }
+      values[i] = value;
+    }
+    return values;
   }
   // The field with this tag, at most bytes_max long.
   absl::string_view Bytes(uint8_t tag, size_t bytes_max) {

@@ -150,7 +150,7 @@ std::string Format::Canonical() const {
   std::string out(kMagic);
   out.push_back(static_cast<char>(kEncodingVersion));
   std::string layers;
-  for (const uint32_t layer : layer_ids) AppendU32(&layers, layer);
+  AppendU32s(&layers, layer_ids);
   FieldWriter fields(&out);
   fields.Bytes(kModel, model);
   fields.Bytes(kWeightsRevision, weights_revision);

@@ -19,6 +19,7 @@ namespace {
 
 constexpr absl::string_view kMagic = "OKVO";
 constexpr size_t kChecksumBytes = 4;
+constexpr size_t kFixedBytesMax = 160;  // All of a header but its checksums.
 
 uint32_t HeaderChecksum(absl::string_view bytes) {
   return static_cast<uint32_t>(XXH3_64bits(bytes.data(), bytes.size()));
@@ -28,6 +29,7 @@ uint32_t HeaderChecksum(absl::string_view bytes) {
 
 std::string ObjectHeader::Encode() const {
   std::string out(kMagic);
+  out.reserve(kFixedBytesMax + 4 * checksums.size());
   AppendU32(&out, page_layout_version);
   out.append(format_id.view().data(), format_id.view().size());
   out.append(id.key.view().data(), id.key.view().size());
@@ -39,7 +41,7 @@ std::string ObjectHeader::Encode() const {
   AppendU64(&out, payload_bytes);
   AppendU64(&out, generation);
   AppendU32(&out, static_cast<uint32_t>(checksums.size()));
-  for (const uint32_t checksum : checksums) AppendU32(&out, checksum);
+  AppendU32s(&out, checksums);
   AppendU32(&out, HeaderChecksum(out));
   return out;
 }
@@ -79,10 +81,7 @@ absl::StatusOr<ObjectHeader> ObjectHeader::Decode(absl::string_view bytes) {
   header.format_id = *FormatId::FromBytes(format_id);
   header.id = {.key = *BlockKey::FromBytes(key), .codec = static_cast<Codec>(codec)};
   if (has_parent == 1) header.parent = *BlockKey::FromBytes(parent);
-  header.checksums.reserve(checksums_count);
-  for (uint64_t i = 0; i < checksums_count; ++i) {
-    header.checksums.push_back(static_cast<uint32_t>(reader.Unsigned(4)));
-  }
+  header.checksums = reader.U32s(checksums_count);
   return header;
 }
 

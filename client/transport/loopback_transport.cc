@@ -70,7 +70,11 @@ class Loan {
 // Thread-safe as Transport says.
 class LoopbackTransport final : public Transport {
  public:
-  explicit LoopbackTransport(LoopbackHub* hub) : hub_(hub), thread_([this] { Run(); }) {}
+  LoopbackTransport(LoopbackHub* hub, DeviceMemory* device, uint64_t device_staging_bytes)
+      : hub_(hub),
+        device_(device),
+        device_staging_bytes_(device_staging_bytes),
+        thread_([this] { Run(); }) {}
   ~LoopbackTransport() override;
 
   absl::StatusOr<std::string> Listen(const std::string& address, AcceptHandler* handler) override;
@@ -86,6 +90,7 @@ class LoopbackTransport final : public Transport {
   bool has_device_memory(absl::Span<const uint8_t> memory) const override {
     return device_regions_.Find(memory).has_value();
   }
+  DeviceStaging* device_staging() override;
 
   LoopbackConnection* Adopt(std::unique_ptr<LoopbackConnection> connection);
   void Delete(LoopbackConnection* connection) { connections_.erase(connection); }
@@ -96,6 +101,8 @@ class LoopbackTransport final : public Transport {
   void Accept(std::shared_ptr<Link> link, const std::string& peer);
 
   LoopbackHub* const hub_;
+  DeviceMemory* const device_;
+  const uint64_t device_staging_bytes_;
   DeviceRegions<MemoryKind> device_regions_;
   Mutex mu_;
   CondVar posted_;
@@ -104,6 +111,7 @@ class LoopbackTransport final : public Transport {
 
   // Owned by the transport thread.
   AcceptHandler* acceptor_ = nullptr;
+  std::unique_ptr<DeviceStaging> staging_;
   absl::flat_hash_map<LoopbackConnection*, std::unique_ptr<LoopbackConnection>> connections_;
 
   std::thread thread_;  // Last: it uses the others.
@@ -374,15 +382,17 @@ void LoopbackTransport::Run() {
       if (!work_.empty()) {
         work = std::move(work_.front());
         work_.pop_front();
-      } else if (stopped && connections_.empty()) {
+      } else if (stopped && connections_.empty() && staging_ == nullptr) {
         return;
       }
     }
     if (work) {
       work();
-    } else {
+    } else if (!stopped) {
       stopped = true;
       Stop();
+    } else if (connections_.empty()) {
+      staging_.reset();  // What its copies owe runs next.
     }
   }
 }
@@ -446,8 +456,21 @@ void LoopbackTransport::Accept(std::shared_ptr<Link> link, const std::string& pe
   acceptor_->OnAccept(connection);
 }
 
-std::unique_ptr<Transport> LoopbackHub::CreateTransport() {
-  return std::make_unique<LoopbackTransport>(this);
+DeviceStaging* LoopbackTransport::device_staging() {
+  if (staging_ == nullptr && device_ != nullptr) {
+    auto staging =
+        DeviceStaging::Create(device_, device_staging_bytes_,
+                              [this](std::function<void()> work) { Post(std::move(work)); });
+    OKV_CHECK(staging.ok());
+    staging_ = *std::move(staging);
+    device_regions_.Add(staging_->memory(), MemoryKind::kDevice);
+  }
+  return staging_.get();
+}
+
+std::unique_ptr<Transport> LoopbackHub::CreateTransport(DeviceMemory* device,
+                                                        uint64_t device_staging_bytes) {
+  return std::make_unique<LoopbackTransport>(this, device, device_staging_bytes);
 }
 
 }  // namespace okv

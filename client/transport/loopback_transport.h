@@ -23,7 +23,10 @@ class LoopbackHub {
 
   // A transport with a thread of its own. It keeps every promise of Transport; payloads are copied
   // by the receiver's thread, 256 KiB at a time, so that a transfer can be cut in its middle.
-  std::unique_ptr<Transport> CreateTransport();
+  // With a device, payloads in its memory that lie apart travel together through
+  // `device_staging_bytes` of it.
+  std::unique_ptr<Transport> CreateTransport(DeviceMemory* device = nullptr,
+                                             uint64_t device_staging_bytes = uint64_t{1} << 20);
 
  private:
   friend class LoopbackTransport;

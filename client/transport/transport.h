@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/device_memory.h"
+#include "client/transport/device_staging.h"
 #include "proto/data_plane.h"
 
 namespace okv {
@@ -108,6 +109,10 @@ class Transport {
   virtual bool takes_device_memory() const = 0;
   // Whether all of `memory` lies in one registration of a device's memory. Any thread.
   virtual bool has_device_memory(absl::Span<const uint8_t> memory) const = 0;
+  // Where payloads that lie apart in a device's memory travel together; the first call allocates
+  // and registers it. Null without a device, and where the device has no room for it: then each
+  // travels on its own. The transport's. Transport thread.
+  virtual DeviceStaging* device_staging() = 0;
 };
 
 struct UcxTransportOptions {
@@ -129,6 +134,9 @@ struct UcxTransportOptions {
   // creation fails with kFailedPrecondition when UCX does not know CUDA memory. Null: host memory
   // only. Outlives the transport.
   DeviceMemory* device = nullptr;
+  // Of the device's memory, for payloads that lie apart and travel together, once there are such; a
+  // transfer takes up to an eighth of it. 0: each travels on its own.
+  uint64_t device_staging_bytes = uint64_t{256} << 20;
   // There when RDMA devices reach GPU memory (nvidia_peermem); part of sysfs.
   std::string peer_memory_path = "/sys/module/nvidia_peermem";
 

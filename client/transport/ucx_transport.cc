@@ -608,6 +608,22 @@ absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory, MemoryKind
   return RunOnThread([&] { return memories_.Register(context_, memory, kind); });
 }
 
+DeviceStaging* UcxTransport::device_staging() {
+  OKV_CHECK(on_thread());
+  if (staging_tried_ || options_.device == nullptr || options_.device_staging_bytes == 0) {
+    return staging_.get();
+  }
+  staging_tried_ = true;
+  auto staging =
+      DeviceStaging::Create(options_.device, options_.device_staging_bytes,
+                            [this](std::function<void()> work) { Post(std::move(work)); });
+  if (staging.ok() &&
+      memories_.Register(context_, (*staging)->memory(), MemoryKind::kDevice).ok()) {
+    staging_ = *std::move(staging);
+  }
+  return staging_.get();
+}
+
 ucs_status_t UcxTransport::OnActiveMessage(void* arg, const void* header, size_t header_length,
                                            void* data, size_t length,
                                            const ucp_am_recv_param_t* param) {
@@ -725,6 +741,7 @@ void UcxTransport::StopUcx() {
       // Memory that UCX may still write into must not go back to its owner.
       OKV_CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(30));
     }
+    if (staging_ != nullptr) staging_->Stop();
     RunPosted();
     OKV_CHECK(bulks_count_ == 0);
     // No progress behind it: whoever is about to connect would be announced to a listener that is

@@ -205,6 +205,7 @@ class UcxTransport final : public Transport {
   bool has_device_memory(absl::Span<const uint8_t> memory) const override {
     return memories_.HasDevice(memory);
   }
+  DeviceStaging* device_staging() override;
 
   ucp_worker_h worker() const { return worker_; }
   size_t header_bytes_max() const { return header_bytes_max_; }
@@ -263,6 +264,8 @@ class UcxTransport final : public Transport {
   AcceptHandler* acceptor_ = nullptr;
   HandlerArg handler_args_[kMessageTypeMax + 1];
   Memories memories_;
+  bool staging_tried_ = false;
+  std::unique_ptr<DeviceStaging> staging_;
   std::deque<Event> events_;
   absl::flat_hash_map<ucp_ep_h, UcxConnection*> endpoints_;
   absl::flat_hash_map<UcxConnection*, std::unique_ptr<UcxConnection>> connections_;

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <set>
 #include <string>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "cache_node/serve.h"
+#include "client/node_session.h"
 #include "client/transport/loopback_transport.h"
 #include "gtest/gtest.h"
 #include "proto/ticket.h"
@@ -111,7 +113,7 @@ class ServeTest : public testing::Test {
       data_plane_->Recheck(tenant, id);
     };
     ASSERT_TRUE(node_.Open(storage).ok());
-    node_transport_ = hub_.CreateTransport();
+    node_transport_ = hub_.CreateTransport(hbm_bytes_ > 0 ? &device_ : nullptr, staging_bytes_);
     disk_ = std::make_unique<FlippingTier>(node_.storage->disk());
     data_plane_ = std::make_unique<DataPlane>(
         options, DataPlane::Parts{.transport = node_transport_.get(),
@@ -149,6 +151,35 @@ class ServeTest : public testing::Test {
   }
   std::unique_ptr<TestWorker> Connect() {
     return std::make_unique<TestWorker>(worker_transport_.get(), address_);
+  }
+  // A session of the client's own, for what depends on where a reader's buffers are.
+  std::shared_ptr<NodeSession> ClientSession(const Format& format) {
+    const v1::Hello hello = Hello("tenant", format);
+    return NodeSession::Create(worker_transport_.get(), {.address = address_,
+                                                         .node_id = kNodeId,
+                                                         .client_name = "test",
+                                                         .ticket = hello.ticket(),
+                                                         .format = hello.format(),
+                                                         .format_id = format.id()});
+  }
+  // Fetches by such a session, and ends it.
+  std::vector<absl::StatusOr<ObjectHeader>> FetchBySession(
+      const Format& format, const std::vector<NodeSession::FetchTarget>& targets,
+      const BlockRange& range = {}) {
+    const std::shared_ptr<NodeSession> session = ClientSession(format);
+    std::vector<absl::StatusOr<ObjectHeader>> headers(targets.size(),
+                                                      absl::UnknownError("no answer"));
+    size_t left = targets.size();
+    std::promise<void> done;
+    session->Fetch(targets, range, absl::Seconds(60),
+                   [&](size_t target, absl::StatusOr<ObjectHeader> header) {
+                     headers[target] = std::move(header);
+                     if (--left == 0) done.set_value();
+                   });
+    done.get_future().wait();
+    session->Break(absl::CancelledError("the test is over"));
+    EXPECT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
+    return headers;
   }
   std::unique_ptr<TestWorker> OpenSession(const std::string& tenant = "tenant",
                                           const Format& format = TestFormat()) {
@@ -242,6 +273,7 @@ class ServeTest : public testing::Test {
   const TempDir directory_;
   FakeClock clock_;
   uint64_t hbm_bytes_ = 0;  // Without an HBM tier.
+  uint64_t staging_bytes_ = uint64_t{1} << 20;
   HostDevice device_{/*fenced=*/false};
   std::string ticket_key_ = kTicketKey;
   LoopbackHub hub_;

@@ -225,33 +225,18 @@ class ServeMergedTest : public ServeHbmTest {
   };
   std::vector<absl::Status> Fetch(const std::vector<Target>& targets,
                                   std::vector<uint8_t>* memory) {
-    const v1::Hello hello = Hello("tenant", format_);
-    const auto session = NodeSession::Create(worker_transport_.get(), {.address = address_,
-                                                                       .node_id = kNodeId,
-                                                                       .client_name = "test",
-                                                                       .ticket = hello.ticket(),
-                                                                       .format = hello.format(),
-                                                                       .format_id = format_.id()});
     std::vector<NodeSession::FetchTarget> asked;
     for (const Target& target : targets) {
       asked.push_back({.id = target.object.id(),
                        .index = target.object.header().index,
                        .buffer = absl::MakeSpan(memory->data() + target.at, block_bytes_)});
     }
-    std::vector<absl::Status> statuses(targets.size(), absl::UnknownError("no answer"));
-    size_t left = targets.size();
-    std::promise<void> done;
-    session->Fetch(asked, BlockRange{}, absl::Seconds(60),
-                   [&](size_t target, absl::StatusOr<ObjectHeader> header) {
-                     if (header.ok() && *header != targets[target].object.header()) {
-                       header = absl::InternalError("another object's header");
-                     }
-                     statuses[target] = header.status();
-                     if (--left == 0) done.set_value();
-                   });
-    done.get_future().wait();
-    session->Break(absl::CancelledError("the test is over"));
-    EXPECT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
+    std::vector<absl::Status> statuses;
+    const auto headers = FetchBySession(format_, asked);
+    for (size_t i = 0; i < headers.size(); ++i) {
+      statuses.push_back(headers[i].status());
+      EXPECT_TRUE(!headers[i].ok() || *headers[i] == targets[i].object.header());
+    }
     return statuses;
   }
 };

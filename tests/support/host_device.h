@@ -69,12 +69,23 @@ class HostDevice final : public DeviceMemory {
     if (failing_) return absl::UnavailableError(absl::StrCat(name(), ": a copy: it fails"));
     {
       MutexLock lock(&mu_);
+      ++copies_held_;
       while (holding_copies_) released_.Wait(&mu_);
+      --copies_held_;
     }
     for (const MemoryCopy& copy : copies) {
       std::memcpy(const_cast<uint8_t*>(Own(copy.to)), Own(copy.from), copy.bytes);
     }
     return absl::OkStatus();
+  }
+  absl::Status CopyWithin(absl::Span<const MemoryCopy> copies) override {
+    for (const MemoryCopy& copy : copies) {
+      const absl::StatusOr<MemoryKind> to = KindOf(copy.to);
+      const absl::StatusOr<MemoryKind> from = KindOf(copy.from);
+      OKV_CHECK(*to == MemoryKind::kDevice && *from == MemoryKind::kDevice);
+    }
+    copied_within_ += copies.size();
+    return Copy(copies);
   }
   absl::StatusOr<std::vector<std::vector<uint32_t>>> Checksum(
       absl::Span<const DeviceRuns> blocks) override {
@@ -118,9 +129,15 @@ class HostDevice final : public DeviceMemory {
     holding_copies_ = hold;
     released_.SignalAll();
   }
+  // Calls of Copy() that wait.
+  int copies_held() const {
+    MutexLock lock(&mu_);
+    return holding_copies_ ? copies_held_ : 0;
+  }
   // From now on its operations fail, or work again.
   void SetFailing(bool failing) { failing_ = failing; }
   uint64_t blocks_hashed() const { return blocks_hashed_; }
+  uint64_t copied_within() const { return copied_within_; }
   // Where the host may touch what is at a device's address. Other addresses are themselves.
   const uint8_t* Own(const uint8_t* address) const {
     MutexLock lock(&mu_);
@@ -146,9 +163,11 @@ class HostDevice final : public DeviceMemory {
   const bool fenced_;
   std::atomic<bool> failing_{false};
   std::atomic<uint64_t> blocks_hashed_{0};
+  std::atomic<uint64_t> copied_within_{0};
   mutable Mutex mu_;
   CondVar released_;
   bool holding_copies_ ABSL_GUARDED_BY(mu_) = false;
+  int copies_held_ ABSL_GUARDED_BY(mu_) = 0;
   Areas areas_ ABSL_GUARDED_BY(mu_);
   std::set<const uint8_t*> locked_ ABSL_GUARDED_BY(mu_);
 };
