@@ -34,7 +34,9 @@ class NcclRank : public AllReduce {
   absl::Status Sum(absl::Span<double> values) override;
 
  private:
-  const std::unique_ptr<AllReduce> control_;
+  absl::Status Reserve(size_t count);
+
+  std::unique_ptr<AllReduce> control_;  // Until the rank leaves.
   const int device_;
   cudaStream_t stream_ = nullptr;
   ncclComm_t comm_ = nullptr;
@@ -44,8 +46,11 @@ class NcclRank : public AllReduce {
 };
 
 NcclRank::~NcclRank() {
+  // First: who waits for this rank in a sum hears that it has left, and leaves too. A
+  // communicator's end is a call of all ranks of a host, says NCCL, and may wait for theirs.
+  control_.reset();
   cudaSetDevice(device_);
-  // Destroying waits for the others, who may not come any more.
+  // After a failed sum they may not come any more.
   if (comm_ != nullptr) broken_ ? ncclCommAbort(comm_) : ncclCommDestroy(comm_);
   cudaFree(buffer_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
@@ -71,8 +76,24 @@ absl::Status NcclRank::Init() {
       "ncclCommInitRank");
 }
 
+absl::Status NcclRank::Reserve(size_t count) {
+  if (count <= buffer_count_) return absl::OkStatus();
+  cudaFree(buffer_);
+  buffer_ = nullptr;
+  buffer_count_ = 0;
+  OKV_RETURN_IF_ERROR(CudaStatus(
+      cudaMalloc(reinterpret_cast<void**>(&buffer_), count * sizeof(double)), "cudaMalloc"));
+  buffer_count_ = count;
+  return absl::OkStatus();
+}
+
 absl::Status NcclRank::Sum(absl::Span<double> values) {
   broken_ = true;  // Until this sum is made.
+  OKV_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(device_), "cudaSetDevice"));
+  // Before the ranks meet: behind that the other's kernel may already wait for this rank's, and
+  // between GPUs of one process that reach each other's memory, as NCCL lets them, cudaFree and
+  // cudaMalloc may wait for the kernels of both.
+  OKV_RETURN_IF_ERROR(Reserve(values.size()));
   // The largest count, by way of as many places as there are ranks: equal on all, or refused.
   std::vector<double> counts(ranks_count(), 0.0);
   counts[rank()] = static_cast<double>(values.size());
@@ -81,16 +102,6 @@ absl::Status NcclRank::Sum(absl::Span<double> values) {
     if (count != counts[0]) {
       return absl::InvalidArgumentError("the ranks sum different counts of numbers");
     }
-  }
-  OKV_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(device_), "cudaSetDevice"));
-  if (values.size() > buffer_count_) {
-    cudaFree(buffer_);
-    buffer_ = nullptr;
-    buffer_count_ = 0;
-    OKV_RETURN_IF_ERROR(
-        CudaStatus(cudaMalloc(reinterpret_cast<void**>(&buffer_), values.size() * sizeof(double)),
-                   "cudaMalloc"));
-    buffer_count_ = values.size();
   }
   const size_t bytes = values.size() * sizeof(double);
   OKV_RETURN_IF_ERROR(CudaStatus(

@@ -3,11 +3,13 @@
 # puts the blocks into a node's HBM tier, forgets them, fetches, verifies and attends to them;
 # fetches by block size and blocks in flight; and the same blocks copied between two processes by
 # the CUDA runtime alone. Runs from a bundle (deploy/bundle.sh of okv-bench, okv-control and
-# okv-node, built with CUDA and a UCX that has it) or a build directory; at most four minutes.
+# okv-node, built with CUDA and a UCX that has it) or a build directory; at most --limit seconds
+# (default 225).
 #
 #   tests/bench/gpu_service.sh DIR [--json OUT] [--only PART,...] [--memory device|host]
 #                              [--tokens N] [--layers N] [--sizes LAYERS,...] [--rounds N]
 #                              [--tls UCX_TLS] [--worker_gpu N] [--node_gpu N]
+#                              [--limit SECONDS]
 #
 # Parts: ipc service sizes paths. OUT gets each part's table, JSON object and progress, the ends of
 # the programs' logs, and the node's metrics. A part that fails leaves what it measured before; the
@@ -23,6 +25,7 @@ layers=36
 sizes=7,2
 rounds=9
 tls=
+limit_s=225
 gpus=(--worker_gpu 0 --node_gpu 0)
 while [ $# -gt 0 ]; do
   [ $# -ge 2 ] || { echo "gpu_service.sh: error: $1 needs a value" >&2; exit 2; }
@@ -37,6 +40,7 @@ while [ $# -gt 0 ]; do
     --tls) tls=$2 ;;
     --worker_gpu) gpus[1]=$2 ;;
     --node_gpu) gpus[3]=$2 ;;
+    --limit) limit_s=$2 ;;
     *) echo "gpu_service.sh: error: unknown option $1" >&2; exit 2 ;;
   esac
   shift 2
@@ -55,7 +59,7 @@ if [ -z "$out" ]; then
 fi
 mkdir -p "$out"
 failed=0
-deadline=$((SECONDS + 225))
+deadline=$((SECONDS + limit_s))
 
 has() { [[ ",$only," == *",$1,"* ]]; }
 # bench NAME LIMIT_S ARGUMENT...: the table to stdout, all of it to OUT/NAME.*. What was measured
