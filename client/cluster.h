@@ -134,9 +134,9 @@ class Cluster {
   // An item whose node is gone, stalls, has it no longer or sends damaged bytes is asked of its
   // next node, until the deadline; what was fetched by then stays good.
   //
-  // Items whose buffers lie side by side, in their order, may travel together from a node where the
-  // objects lie so too: with a buffer for each block and no gaps between them a fetch between GPUs
-  // takes few transfers. Work that is queued on the device after Fetch returned sees the bytes;
+  // Items whose buffers are in the device's memory may travel together, as far as the transport's
+  // staging goes (UcxTransportOptions::device_staging_bytes); without a copy on the way where
+  // buffers lie side by side, in the items' order, and the objects lie so in their node. Work that is queued on the device after Fetch returned sees the bytes;
   // what still reads such a buffer must be done before the call, for transfers wait for no stream.
   // kInvalidArgument for a buffer in a device's memory that was not registered with the transport,
   // or in another device's.

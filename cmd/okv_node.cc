@@ -47,6 +47,9 @@ ABSL_FLAG(std::string, net_devices, "lo", "network devices, as UCX_NET_DEVICES t
 ABSL_FLAG(bool, require_rdma, false, "refuse to start without an RDMA device");
 ABSL_FLAG(bool, require_gpudirect, false,
           "refuse to start when HBM reaches a worker's GPU through host memory only");
+ABSL_FLAG(uint64_t, device_staging_bytes, okv::UcxTransportOptions().device_staging_bytes,
+          "of the GPU's memory beside --hbm_bytes, where what lies apart in HBM is put together "
+          "to travel; 0: each object travels on its own");
 ABSL_FLAG(bool, prefault, true, "touch the whole arena before serving");
 ABSL_FLAG(absl::Duration, control_timeout, absl::Seconds(30),
           "how long to try to register before giving up");
@@ -114,6 +117,7 @@ absl::Status Run(const StopWaiter& wait_for_stop) {
   ucx.require_rdma = absl::GetFlag(FLAGS_require_rdma);
   ucx.require_gpudirect = absl::GetFlag(FLAGS_require_gpudirect);
   ucx.device = device.get();
+  ucx.device_staging_bytes = absl::GetFlag(FLAGS_device_staging_bytes);
   OKV_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport, CreateUcxTransport(ucx));
   OKV_ASSIGN_OR_RETURN(const std::unique_ptr<Node> node,
                        Node::Start(options, std::move(transport), Clock::System(), Log));
