@@ -136,6 +136,7 @@ void DataPlane::Erase(uint64_t session_id) {
   // Every transfer has ended; what is left waits for room, for the disk or for a copy.
   const std::unique_ptr<Session> session = std::move(found->second);
   sessions_.erase(found);
+  if (session->slots_count > 0) --slot_holders_;
   WithdrawAll(session.get());
   DropReads(session.get());
   sessions_count_ = sessions_.size();

@@ -176,7 +176,8 @@ class DataPlane final : public Transport::AcceptHandler {
     std::deque<DeliveryRef> queue;
     int64_t queue_deadline_nanos = 0;  // No deadline in the queue is earlier.
     bool has_turn = false;             // It is in turns_.
-    bool waits_for_slot = false;       // Of the staging, until one of its transfers ends.
+    uint32_t slots_count = 0;          // Places of the staging that it has.
+    bool waits_for_slot = false;       // For one of them, until one of its transfers ends.
     absl::flat_hash_map<uint64_t, DeliveryRef> sending;  // By serial number.
     absl::flat_hash_map<uint64_t, IncomingRef> incoming;
     uint32_t shares_waiting = 0;  // Received; their blocks lack others.
@@ -208,8 +209,11 @@ class DataPlane final : public Transport::AcceptHandler {
   // had better wait for one of its places.
   bool JoinOthers(Session* session, Delivery* first);
   // Whether `bytes` that leave with `first` can lie side by side in a place of the staging, which
-  // it gets: a session has half of them at most. *busy: only because the session waits for some.
-  bool TakeSlot(const Session& session, uint64_t bytes, Delivery* first, bool* busy);
+  // it gets. Sessions share the places, and leave one's share to who comes next. *busy: only
+  // because this one has its share under way.
+  bool TakeSlot(Session* session, uint64_t bytes, Delivery* first, bool* busy);
+  // Null: the session is gone.
+  void GiveSlot(Session* session, Delivery* first);
   uint64_t BytesOf(const Session& session, const Delivery& delivery) const {
     return delivery.range.bytes(session.layout, delivery.id.codec);
   }
@@ -273,6 +277,7 @@ class DataPlane final : public Transport::AcceptHandler {
   uint32_t bulks_count_ = 0;    // Places taken, disk reads included.
   TurnQueue<uint64_t> reads_;   // Serial numbers of deliveries that wait for a disk thread.
   uint32_t reads_running_ = 0;  // Disk threads in use.
+  uint32_t slot_holders_ = 0;   // Sessions that have places of the staging.
   uint64_t next_session_id_ = 1;
   uint64_t next_serial_ = 1;
 

@@ -204,18 +204,26 @@ void DataPlane::StartFromHbm(Session* session, uint64_t serial, const DeliveryRe
       });
 }
 
-bool DataPlane::TakeSlot(const Session& session, uint64_t bytes, Delivery* first, bool* busy) {
+bool DataPlane::TakeSlot(Session* session, uint64_t bytes, Delivery* first, bool* busy) {
   if (bytes > first->pack_bytes_max) return false;
   DeviceStaging* const staging = parts_.transport->device_staging();
   if (staging == nullptr || bytes > staging->slot_bytes()) return false;
   if (first->packed.has_memory()) return true;
-  uint32_t taken = 0;
-  for (const auto& [serial, delivery] : session.sending) {
-    if (delivery->packed.has_memory()) ++taken;
+  const uint32_t holders = slot_holders_ + (session->slots_count == 0 ? 1 : 0);
+  const uint32_t share = std::max(1u, DeviceStaging::kSlots / (holders + 1));
+  if (session->slots_count < share) first->packed = staging->TryTake();
+  if (!first->packed.has_memory()) {
+    *busy = session->slots_count > 0;
+    return false;
   }
-  if (taken < DeviceStaging::kSlots / 2) first->packed = staging->TryTake();
-  if (!first->packed.has_memory() && taken > 0) *busy = true;
-  return first->packed.has_memory();
+  if (session->slots_count++ == 0) ++slot_holders_;
+  return true;
+}
+
+void DataPlane::GiveSlot(Session* session, Delivery* first) {
+  if (!first->packed.has_memory()) return;
+  first->packed = {};
+  if (session != nullptr && --session->slots_count == 0) --slot_holders_;
 }
 
 bool DataPlane::JoinOthers(Session* session, Delivery* first) {
@@ -224,7 +232,7 @@ bool DataPlane::JoinOthers(Session* session, Delivery* first) {
   const bool whole = first->range == BlockRange::Whole(session->layout);
   // The pieces of a range lie apart.
   if (!whole && RangePieces(first->range, session->layout, first->id.codec).size() > 1 &&
-      !TakeSlot(*session, BytesOf(*session, *first), first, &busy)) {
+      !TakeSlot(session, BytesOf(*session, *first), first, &busy)) {
     return !busy;
   }
   const uint8_t* end = payload.bytes.data() + payload.bytes.size();
@@ -240,11 +248,12 @@ bool DataPlane::JoinOthers(Session* session, Delivery* first) {
         next->ordinal != first->ordinal + first->more.size() + 1) {
       break;
     }
+    if (first->pack_bytes_max == 0 && !(whole && next->follows)) break;
     const absl::Status status = PinFor(*session, next);
     if (!status.ok()) {
       SendFailure(session, next->request_id, next->ordinal, status);
       session->queue.pop_front();
-      break;  // The next one lies behind this one's buffer.
+      break;  // A delivery is of objects next to each other in the request.
     }
     const Payload its = next->pin.memory();
     const bool behind = whole && its.bytes.data() == end && !first->packed.has_memory();
@@ -256,8 +265,8 @@ bool DataPlane::JoinOthers(Session* session, Delivery* first) {
     } else if (joins) {
       const bool had_enough = follow && !first->packed.has_memory() &&
                               first->more.size() + 1 >= options_.merged_objects_min;
-      joins = !had_enough && bytes <= first->pack_bytes_max &&
-              (behind || TakeSlot(*session, bytes, first, &busy));
+      joins = !had_enough && bytes <= std::min(first->pack_bytes_max, options_.merged_bytes_max) &&
+              (behind || TakeSlot(session, bytes, first, &busy));
     }
     if (!joins) {
       next->pin.Release();  // Its turn comes.
@@ -377,8 +386,9 @@ void DataPlane::Loaded(uint64_t session_id, uint64_t serial, DeliveryRef deliver
       }
     }
     session->waits_for_slot = false;
-    TakeTurn(session);
   }
+  GiveSlot(session, delivery.get());
+  if (session != nullptr) TakeTurn(session);
   Pump();
 }
 
@@ -445,6 +455,7 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
   if (status.ok() && delivery->packed.has_memory()) {
     parts_.metrics->HbmPacked(delivery->more.size() + 1);
   }
+  GiveSlot(session, delivery.get());  // Before the next one looks for a place.
   session->waits_for_slot = false;
   TakeTurn(session);
   Pump();
@@ -476,7 +487,7 @@ void DataPlane::NoteHbm(Session* session, const Delivery& delivery) {
                             "' reads HBM by ", session->device_path, " (",
                             session->connection->description(), ")"));
   }
-  // Ranges are gathered in host memory.
+  // Ranges, where the staging has no place for them.
   const bool staged = delivery.staged.has_memory();
   parts_.metrics->HbmSent(staged ? "staged" : session->device_path,
                           delivery.range.bytes(session->layout, delivery.id.codec));

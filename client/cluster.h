@@ -136,10 +136,10 @@ class Cluster {
   //
   // Items whose buffers are in the device's memory may travel together, as far as the transport's
   // staging goes (UcxTransportOptions::device_staging_bytes); without a copy on the way where
-  // buffers lie side by side, in the items' order, and the objects lie so in their node. Work that is queued on the device after Fetch returned sees the bytes;
-  // what still reads such a buffer must be done before the call, for transfers wait for no stream.
-  // kInvalidArgument for a buffer in a device's memory that was not registered with the transport,
-  // or in another device's.
+  // buffers lie side by side, in the items' order, and the objects lie so in their node. Work that
+  // is queued on the device after Fetch returned sees the bytes; what still reads such a buffer
+  // must be done before the call, for transfers wait for no stream. kInvalidArgument for a buffer
+  // in a device's memory that was not registered with the transport, or in another device's.
   //
   // A tensor-parallel rank names its heads in `range` (what it leaves out is all of them, as of the
   // layers): a buffer then holds the range's own bytes, the first layer's runs of these heads, then

@@ -275,6 +275,7 @@ absl::Status CudaDevice::Copy(absl::Span<const MemoryCopy> copies) {
 
 absl::Status CudaDevice::CopyWithin(absl::Span<const MemoryCopy> copies) {
   return OnLane([&](cudaStream_t stream) -> absl::Status {
+    OKV_RETURN_IF_ERROR(FlushWrites());
     std::vector<cuda::CopySpan> spans;
     for (size_t i = 0; i < copies.size(); ++i) {
       spans.push_back({.to = copies[i].to, .from = copies[i].from, .bytes = copies[i].bytes});

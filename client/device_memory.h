@@ -81,7 +81,7 @@ class DeviceMemory {
   // In any direction. kUnavailable naming the device when it fails.
   virtual absl::Status Copy(absl::Span<const MemoryCopy> copies) = 0;
   // The same where both places of each are in the device's memory, all multiples of 16, and none
-  // overlaps what another writes: together, in few launches.
+  // overlaps what another writes: together, 128 in a launch. They see what a NIC wrote.
   virtual absl::Status CopyWithin(absl::Span<const MemoryCopy> copies) = 0;
   // Checksums of the runs of each, in the order of its range. kUnavailable as above.
   virtual absl::StatusOr<std::vector<std::vector<uint32_t>>> Checksum(

@@ -107,7 +107,9 @@ void NodeSession::SendFetch(v1::FetchRequest request, std::vector<FetchTarget> t
   bool on_device = targets.size() > 1;
   absl::Span<const uint8_t> before;
   for (const FetchTarget& target : targets) {
-    on_device = on_device && transport_->has_device_memory(target.buffer);
+    // What DeviceMemory::CopyWithin takes.
+    on_device = on_device && reinterpret_cast<uintptr_t>(target.buffer.data()) % 16 == 0 &&
+                target.buffer.size() % 16 == 0 && transport_->has_device_memory(target.buffer);
     v1::FetchObject* object = request.add_objects();
     object->set_follows(Follows(before, target.buffer));
     before = target.buffer;
@@ -247,6 +249,7 @@ void NodeSession::OnClosed(Connection* /*connection*/, const absl::Status& why) 
 }
 
 void NodeSession::EndCalls() {
+  packed_offers_.clear();
   if (unpacking_ > 0) return;  // The last of them calls again.
   for (auto& [request_id, pending] : std::exchange(fetches_, {})) {
     for (size_t i = 0; i < pending.targets.size(); ++i) {
@@ -388,12 +391,9 @@ void NodeSession::ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t c
   batch.count = count;
   for (uint32_t i = 0; i < count; ++i) pending.states[ordinal + i] = TargetState::kReceiving;
   if (staging != nullptr) {
-    staging->Take([self = shared_from_this(), request_id, ordinal,
-                   payload = std::shared_ptr<BulkReceive>(std::move(payload))](
-                      DeviceStaging::Slot slot) mutable {
-      self->ReceivePacked(request_id, ordinal, std::move(payload),
-                          std::make_shared<DeviceStaging::Slot>(std::move(slot)));
-    });
+    packed_offers_.push_back(
+        {.request_id = request_id, .ordinal = ordinal, .payload = std::move(payload)});
+    StartPacked();
     return;
   }
   payload->Receive(absl::MakeSpan(pending.targets[ordinal].buffer.data(), payload->payload_bytes()),
@@ -403,6 +403,19 @@ void NodeSession::ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t c
                      fetches_.at(request_id).batches.at(ordinal).received = true;
                      FinishBatch(request_id, ordinal);
                    });
+}
+
+void NodeSession::StartPacked() {
+  while (!packed_offers_.empty() && slots_count_ < DeviceStaging::kSlots / 2) {
+    ++slots_count_;
+    transport_->device_staging()->Take(
+        [self = shared_from_this(),
+         offer = std::move(packed_offers_.front())](DeviceStaging::Slot slot) mutable {
+          self->ReceivePacked(offer.request_id, offer.ordinal, std::move(offer.payload),
+                              std::make_shared<DeviceStaging::Slot>(std::move(slot)));
+        });
+    packed_offers_.pop_front();
+  }
 }
 
 void NodeSession::ReceivePacked(uint64_t request_id, uint32_t ordinal,
@@ -432,7 +445,9 @@ void NodeSession::Unpack(uint64_t request_id, uint32_t ordinal,
   ++unpacking_;
   transport_->device_staging()->Copy(
       std::move(copies), [self = shared_from_this(), request_id, ordinal,
-                          slot = std::move(slot)](const absl::Status& status) {
+                          slot = std::move(slot)](const absl::Status& status) mutable {
+        slot.reset();
+        --self->slots_count_;
         --self->unpacking_;
         if (self->state_ == State::kClosed) {
           self->EndCalls();
@@ -444,6 +459,7 @@ void NodeSession::Unpack(uint64_t request_id, uint32_t ordinal,
         // A device that fails is no fault of the node's.
         if (!status.ok()) batch.copied = absl::InternalError(status.message());
         self->FinishBatch(request_id, ordinal);
+        self->StartPacked();
       });
 }
 

@@ -56,8 +56,9 @@ class NodeSession final : public ConnectionHandler,
   // target, with the header that came with the payload now in its buffer; the caller verifies the
   // checksums. Afterwards nothing writes into that buffer. Errors: the
   // node's own (kNotFound, kDeadlineExceeded, ...), kDataLoss for a header or a size that is not
-  // the target's, kFailedPrecondition naming both versions when the node is too old for ranges, or
-  // why the session broke: kUnavailable, what Break was given, what Hello was answered.
+  // the target's, kInternal when this process's device fails to put the bytes in their places,
+  // kFailedPrecondition naming both versions when the node is too old for ranges, or why the
+  // session broke: kUnavailable, what Break was given, what Hello was answered.
   using FetchDone = std::function<void(size_t target, absl::StatusOr<ObjectHeader> header)>;
   void Fetch(std::vector<FetchTarget> targets, const BlockRange& range, absl::Duration deadline,
              FetchDone done);
@@ -148,8 +149,9 @@ class NodeSession final : public ConnectionHandler,
   // The bytes of several targets are on offer.
   void ReceiveBatch(uint64_t request_id, uint32_t ordinal, uint32_t count,
                     std::unique_ptr<BulkReceive> payload);
-  // The same, for buffers that lie apart: into a place of the transport's staging, once there is
-  // one, and from there into each.
+  // The same, for buffers that lie apart: into a place of the transport's staging, once this
+  // session may have one and there is one, and from there into each.
+  void StartPacked();
   void ReceivePacked(uint64_t request_id, uint32_t ordinal, std::shared_ptr<BulkReceive> payload,
                      std::shared_ptr<DeviceStaging::Slot> slot);
   void Unpack(uint64_t request_id, uint32_t ordinal, std::shared_ptr<DeviceStaging::Slot> slot);
@@ -181,7 +183,16 @@ class NodeSession final : public ConnectionHandler,
   std::vector<std::function<void()>> waiting_;  // Calls before the node's answer.
   uint64_t next_request_ = 1;
   absl::flat_hash_map<uint64_t, PendingFetch> fetches_;
-  size_t unpacking_ = 0;  // Copies from the staging that run.
+  // Deliveries on offer that wait for a place of the staging: a session has half of them at most,
+  // so that one whose node stops in the middle of its transfers leaves some to the others.
+  struct PackedOffer {
+    uint64_t request_id;
+    uint32_t ordinal;
+    std::shared_ptr<BulkReceive> payload;
+  };
+  std::deque<PackedOffer> packed_offers_;
+  uint32_t slots_count_ = 0;  // Places that it has or waits for.
+  size_t unpacking_ = 0;      // Copies from the staging that run.
   std::deque<QueuedPut> put_queue_;
   size_t puts_on_offer_ = 0;  // Of puts_, those that the node does not have yet.
   absl::flat_hash_map<uint64_t, PendingPut> puts_;

@@ -31,7 +31,7 @@ enum class MessageType : uint16_t {
   kPutOffer = 6,  // Bulk.
   kPutReply = 7,
   kComplaint = 8,      // Since minor 1.
-  kObjectHeaders = 9,  // To who asked for objects that follow each other.
+  kObjectHeaders = 9,  // To who asked for objects that may come together.
 };
 inline constexpr uint16_t kMessageTypeMax = 9;
 

@@ -1,16 +1,10 @@
 #include "client/transport/device_staging.h"
 
 #include "absl/memory/memory.h"
-#include "absl/strings/str_cat.h"
 #include "proto/check.h"
 #include "proto/status_macros.h"
 
 namespace okv {
-namespace {
-
-constexpr uint64_t kAlignment = 256;
-
-}  // namespace
 
 DeviceStaging::State::~State() { device->Free(memory.data()); }
 
@@ -51,11 +45,8 @@ void DeviceStaging::Slot::Release() {
 
 absl::StatusOr<std::unique_ptr<DeviceStaging>> DeviceStaging::Create(
     DeviceMemory* device, uint64_t bytes, std::function<void(std::function<void()> work)> post) {
-  const uint64_t slot_bytes = bytes / kSlots / kAlignment * kAlignment;
-  if (slot_bytes == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(bytes, " bytes of staging are less than ", kSlots, " x ", kAlignment));
-  }
+  OKV_CHECK(bytes >= kBytesMin);
+  const uint64_t slot_bytes = bytes / kSlots / kSlotAlignment * kSlotAlignment;
   OKV_ASSIGN_OR_RETURN(uint8_t* const memory, device->Allocate(kSlots * slot_bytes));
   const auto state = std::make_shared<State>();
   state->device = device;

@@ -30,6 +30,8 @@ class DeviceStaging {
 
  public:
   static constexpr uint32_t kSlots = 8;
+  static constexpr uint64_t kSlotAlignment = 256;
+  static constexpr uint64_t kBytesMin = kSlots * kSlotAlignment;
 
   // One place, given back when it goes. Move-only; may outlive the DeviceStaging.
   class Slot {
@@ -48,7 +50,7 @@ class DeviceStaging {
     ~Slot() { Release(); }
 
     bool has_memory() const { return state_ != nullptr; }
-    // slot_bytes() of the device's memory, a multiple of 256 from its begin on.
+    // slot_bytes() of the device's memory, a multiple of kSlotAlignment from its begin on.
     absl::Span<uint8_t> span() const { return memory_; }
 
    private:
@@ -59,8 +61,8 @@ class DeviceStaging {
     absl::Span<uint8_t> memory_;
   };
 
-  // `post` runs work on the transport's thread. kInvalidArgument when `bytes` is less than kSlots
-  // times 256; kResourceExhausted when the device has not so much. The device outlives the slots.
+  // `post` runs work on the transport's thread. REQUIRES: bytes >= kBytesMin. kResourceExhausted
+  // when the device has not so much. The device outlives the slots.
   static absl::StatusOr<std::unique_ptr<DeviceStaging>> Create(
       DeviceMemory* device, uint64_t bytes, std::function<void(std::function<void()> work)> post);
   ~DeviceStaging();

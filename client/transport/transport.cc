@@ -60,6 +60,10 @@ absl::Status UcxTransportOptions::Validate() const {
     return absl::InvalidArgumentError(
         "require_gpudirect: there is no device whose memory could be reached");
   }
+  if (device_staging_bytes > 0 && device_staging_bytes < DeviceStaging::kBytesMin) {
+    return absl::InvalidArgumentError(absl::StrCat("device_staging_bytes ", device_staging_bytes,
+                                                   " is less than ", DeviceStaging::kBytesMin));
+  }
   if (shm_path.empty()) return absl::InvalidArgumentError("shm_path is empty");
   return absl::OkStatus();
 }

@@ -100,7 +100,8 @@ class Transport {
   // allocation of cudaMalloc in one call (a peer on the same host can map all of it): otherwise it
   // may not be a payload's. Any thread, before use; the
   // memory outlives the Transport. kFailedPrecondition for a device's memory without a device in
-  // the options.
+  // the options. The first of a device's makes the staging, too: kResourceExhausted naming
+  // device_staging_bytes when the device has no room for that.
   virtual absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) = 0;
   absl::Status RegisterMemory(absl::Span<uint8_t> memory) {
     return RegisterMemory(memory, MemoryKind::kHost);
@@ -109,9 +110,8 @@ class Transport {
   virtual bool takes_device_memory() const = 0;
   // Whether all of `memory` lies in one registration of a device's memory. Any thread.
   virtual bool has_device_memory(absl::Span<const uint8_t> memory) const = 0;
-  // Where payloads that lie apart in a device's memory travel together; the first call allocates
-  // and registers it. Null without a device, and where the device has no room for it: then each
-  // travels on its own. The transport's. Transport thread.
+  // Where payloads that lie apart in a device's memory travel together. Null when no such memory
+  // was registered, or the options leave it out: then each travels on its own. Transport thread.
   virtual DeviceStaging* device_staging() = 0;
 };
 
@@ -134,8 +134,8 @@ struct UcxTransportOptions {
   // creation fails with kFailedPrecondition when UCX does not know CUDA memory. Null: host memory
   // only. Outlives the transport.
   DeviceMemory* device = nullptr;
-  // Of the device's memory, for payloads that lie apart and travel together, once there are such; a
-  // transfer takes up to an eighth of it. 0: each travels on its own.
+  // Of the device's memory, for payloads that lie apart and travel together, once memory of it is
+  // registered; a transfer takes up to an eighth of it. 0: each travels on its own.
   uint64_t device_staging_bytes = uint64_t{256} << 20;
   // There when RDMA devices reach GPU memory (nvidia_peermem); part of sysfs.
   std::string peer_memory_path = "/sys/module/nvidia_peermem";

@@ -605,23 +605,26 @@ absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory, MemoryKind
     return absl::FailedPreconditionError(
         "a device's memory cannot be registered with a transport without a device");
   }
-  return RunOnThread([&] { return memories_.Register(context_, memory, kind); });
+  return RunOnThread([&]() -> absl::Status {
+    OKV_RETURN_IF_ERROR(memories_.Register(context_, memory, kind));
+    const bool needs_staging =
+        kind == MemoryKind::kDevice && staging_ == nullptr && options_.device_staging_bytes > 0;
+    return needs_staging ? MakeStaging() : absl::OkStatus();
+  });
 }
 
-DeviceStaging* UcxTransport::device_staging() {
-  OKV_CHECK(on_thread());
-  if (staging_tried_ || options_.device == nullptr || options_.device_staging_bytes == 0) {
-    return staging_.get();
-  }
-  staging_tried_ = true;
+absl::Status UcxTransport::MakeStaging() {
   auto staging =
       DeviceStaging::Create(options_.device, options_.device_staging_bytes,
                             [this](std::function<void()> work) { Post(std::move(work)); });
-  if (staging.ok() &&
-      memories_.Register(context_, (*staging)->memory(), MemoryKind::kDevice).ok()) {
-    staging_ = *std::move(staging);
+  if (!staging.ok()) {
+    return absl::Status(staging.status().code(),
+                        absl::StrCat("device_staging_bytes ", options_.device_staging_bytes, ": ",
+                                     staging.status().message()));
   }
-  return staging_.get();
+  OKV_RETURN_IF_ERROR(memories_.Register(context_, (*staging)->memory(), MemoryKind::kDevice));
+  staging_ = *std::move(staging);
+  return absl::OkStatus();
 }
 
 ucs_status_t UcxTransport::OnActiveMessage(void* arg, const void* header, size_t header_length,

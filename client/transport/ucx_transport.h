@@ -205,7 +205,7 @@ class UcxTransport final : public Transport {
   bool has_device_memory(absl::Span<const uint8_t> memory) const override {
     return memories_.HasDevice(memory);
   }
-  DeviceStaging* device_staging() override;
+  DeviceStaging* device_staging() override { return staging_.get(); }
 
   ucp_worker_h worker() const { return worker_; }
   size_t header_bytes_max() const { return header_bytes_max_; }
@@ -223,6 +223,7 @@ class UcxTransport final : public Transport {
   absl::Status StartWorker();
   // Runs `work` on the thread and returns its result. Any thread; blocks.
   absl::Status RunOnThread(const std::function<absl::Status()>& work);
+  absl::Status MakeStaging();
   void Run();
   // One turn of the loop: UCX, posted work, events, connections that have settled. False: all idle.
   bool Step();
@@ -264,7 +265,6 @@ class UcxTransport final : public Transport {
   AcceptHandler* acceptor_ = nullptr;
   HandlerArg handler_args_[kMessageTypeMax + 1];
   Memories memories_;
-  bool staging_tried_ = false;
   std::unique_ptr<DeviceStaging> staging_;
   std::deque<Event> events_;
   absl::flat_hash_map<ucp_ep_h, UcxConnection*> endpoints_;

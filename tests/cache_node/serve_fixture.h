@@ -166,6 +166,7 @@ class ServeTest : public testing::Test {
   std::vector<absl::StatusOr<ObjectHeader>> FetchBySession(
       const Format& format, const std::vector<NodeSession::FetchTarget>& targets,
       const BlockRange& range = {}) {
+    const uint64_t sessions_before = data_plane_->sessions_count();
     const std::shared_ptr<NodeSession> session = ClientSession(format);
     std::vector<absl::StatusOr<ObjectHeader>> headers(targets.size(),
                                                       absl::UnknownError("no answer"));
@@ -178,7 +179,7 @@ class ServeTest : public testing::Test {
                    });
     done.get_future().wait();
     session->Break(absl::CancelledError("the test is over"));
-    EXPECT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
+    EXPECT_TRUE(WaitUntil([&] { return data_plane_->sessions_count() == sessions_before; }));
     return headers;
   }
   std::unique_ptr<TestWorker> OpenSession(const std::string& tenant = "tenant",

@@ -89,7 +89,9 @@ class ServePackTest : public ServeTest {
       EXPECT_TRUE(std::equal(expected.begin(), expected.end(), targets[i].buffer.begin()))
           << "object " << i;
     }
-    EXPECT_TRUE(WaitUntil([this] { return node_.storage->table()->stats().pins_count == 0; }));
+    EXPECT_TRUE(WaitUntil([this] {
+      return data_plane_->sessions_count() > 0 || node_.storage->table()->stats().pins_count == 0;
+    }));
   }
   double Merged() { return node_.Metric("okv_node_hbm_merged_objects_total"); }
   double Packed() { return node_.Metric("okv_node_hbm_packed_objects_total"); }
@@ -165,6 +167,43 @@ TEST_F(ServePackTest, WithoutStagingEachTravelsAlone) {
   ExpectFetched(Shuffled());
   EXPECT_EQ(Packed(), 0);
   EXPECT_EQ(device_.copied_within(), 0u);
+}
+
+TEST_F(ServePackTest, SessionsShareThePlacesAndWhoGetsNoneTravelsAllTheSame) {
+  StartNode();
+  std::vector<uint32_t> backwards = InOrder();
+  std::reverse(backwards.begin(), backwards.end());
+  PutAll(backwards);  // Nothing lies behind what is asked for before it.
+  std::vector<TestObject> objects;
+  for (uint32_t i = 0; i < kObjectsCount; ++i) objects.push_back(Object(i));
+  std::vector<std::unique_ptr<TestWorker>> readers;
+  // A reader that receives nothing yet, and how many places it gets.
+  const auto add = [&](size_t slots_count) {
+    readers.push_back(OpenSession("tenant", format_));
+    readers.back()->HoldDeliveries();
+    v1::FetchRequest request = Request(objects);
+    request.set_pack_bytes_max(uint64_t{1} << 30);
+    readers.back()->Send(MessageType::kFetchRequest, request.SerializeAsString());
+    EXPECT_TRUE(readers.back()->WaitForHeld(slots_count));
+    return readers.back().get();
+  };
+  TestWorker* const first = add(4);
+  add(2);
+  add(2);  // None is left.
+  first->ReceiveHeld();
+  EXPECT_TRUE(WaitUntil([this] { return Packed() == kObjectsCount; }));
+  add(2);
+  TestWorker* const with_one = add(1);
+  add(1);                   // None is left.
+  with_one->ReceiveHeld();  // It uses its place again and again.
+  EXPECT_TRUE(WaitUntil([this] { return Packed() == 2 * kObjectsCount; }));
+  add(1);  // The place that `with_one` had.
+  ExpectFetched(InOrder());
+  EXPECT_EQ(Packed(), 2 * kObjectsCount);
+  for (const auto& reader : readers) reader->Close();
+  EXPECT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
+  ExpectFetched(InOrder());
+  EXPECT_EQ(Packed(), 3 * kObjectsCount);
 }
 
 TEST_F(ServePackTest, ABrokenSessionEndsItsCallOnlyWhenNoCopyRunsAnyMore) {

@@ -172,6 +172,9 @@ class TestWorker final : public ConnectionHandler {
       } else {
         put_replies_[reply.request_id()] = reply;
       }
+    } else if (type == MessageType::kObjectHeaders) {
+      v1::ObjectHeaders headers;
+      EXPECT_TRUE(headers.ParseFromString(text));
     } else {
       ADD_FAILURE() << "message type " << static_cast<int>(type);
     }
