@@ -465,6 +465,7 @@ __device__ __forceinline__ void StartLoads(const AttendKernelParams& params, con
   }
   queries.Request(shared->query_raw);
   for (; requested < Ring<T>::kUnits; ++requested) ring->Request(requested);
+  if (T::kPrefetchesUnit && piece.Units() >= T::kPrefetchPieceUnits) ring->PrefetchNext();
   LetNextKernelStart();
 }
 

@@ -48,6 +48,16 @@ class Ring {
     ++requested_;
   }
 
+  // Asks for the pages of the next unit as far as the L2.
+  __device__ __forceinline__ void PrefetchNext() {
+#if __CUDA_ARCH__ >= 900
+    FindIfUsed();
+    if (lane_ != requested_ % 32 || rows_ > 0 || first_ == nullptr) return;
+    PrefetchBulkToL2(first_, T::kRunBytes);
+    if (second_ != nullptr) PrefetchBulkToL2(second_, T::kRunBytes);
+#endif
+  }
+
   // The place of the unit that Wait() gave last.
   __device__ __forceinline__ int LastUsed() const {
     return wait_index_ == 0 ? kUnits - 1 : wait_index_ - 1;

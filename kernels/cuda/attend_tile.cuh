@@ -61,6 +61,12 @@ struct Tile {
 
   static constexpr int kByteStride = kDim + 16;  // of a row of query bytes: [4 slots][kDim / 4]
 
+  // Between the ring's filling and the first unit used, the time of the query's rotation, memory
+  // would stand still: so long pieces ask for one unit more, as far as the L2. With 8 rows, whose
+  // rings are longer, it costs 1 us.
+  static constexpr bool kPrefetchesUnit = kDim == 128 && kLaneRows == 1;
+  static constexpr int kPrefetchPieceUnits = 5 * kWarps;
+
   // With 8 rows a warp's sums of p v, fp32 [kDim][kRows], wait for the merge in the ring's place of
   // the last unit used: a third unit a warp then finds room, 132 us for 136 at 8 x 102,400. With 4
   // rows, whose arithmetic leaves time, it gains nothing.

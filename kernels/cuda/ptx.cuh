@@ -33,6 +33,13 @@ __device__ __forceinline__ void PrefetchToL2(const void* pointer) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
 
+#if __CUDA_ARCH__ >= 900
+// Many bytes at once, a multiple of 16 from a multiple of 16 on.
+__device__ __forceinline__ void PrefetchBulkToL2(const void* pointer, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
+}
+#endif
+
 // ---- Barriers in shared memory. A barrier's phases alternate in parity, from 0; waiting for
 // parity 1 of a fresh one returns at once.
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, int arrivals) {
