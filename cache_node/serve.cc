@@ -18,6 +18,8 @@ namespace {
 // How long a refused peer may take to read why.
 constexpr int64_t kRefusedNanos = 1'000'000'000;
 constexpr size_t kClientNameBytesMax = 256;
+// A peer that is stopped holds a connection's close up for milliseconds over TCP.
+constexpr std::chrono::seconds kEndPatience{5};
 
 }  // namespace
 
@@ -70,6 +72,31 @@ void DataPlane::StopThreads() {
   rechecker_.Stop();
 }
 
+bool DataPlane::EndSessions() {
+  parts_.transport->Post([this] {
+    ending_ = true;
+    std::vector<Session*> open;
+    for (const auto& [id, session] : sessions_) open.push_back(session.get());
+    for (Session* session : open) Close(session, "the node stops");
+    NoteIfAllEnded();
+  });
+  const auto until = std::chrono::steady_clock::now() + kEndPatience;
+  MutexLock lock(&mu_);
+  while (!all_ended_) {
+    const auto left = until - std::chrono::steady_clock::now();
+    if (left <= std::chrono::nanoseconds(0)) return false;
+    sessions_ended_.WaitFor(&mu_, left);
+  }
+  return true;
+}
+
+void DataPlane::NoteIfAllEnded() {
+  if (!ending_ || !sessions_.empty()) return;
+  MutexLock lock(&mu_);
+  all_ended_ = true;
+  sessions_ended_.SignalAll();
+}
+
 void DataPlane::RunTicker() {
   while (true) {
     {
@@ -100,6 +127,10 @@ DataPlane::Session* DataPlane::FindById(uint64_t session_id) {
 }
 
 void DataPlane::OnAccept(Connection* connection) {
+  if (ending_) {
+    connection->Close([] {});
+    return;
+  }
   if (sessions_.size() >= options_.sessions_max) {
     parts_.log(absl::StrCat("refused a connection: ", sessions_.size(), " sessions are open"));
     connection->Close([] {});
@@ -140,6 +171,7 @@ void DataPlane::Erase(uint64_t session_id) {
   WithdrawAll(session.get());
   DropReads(session.get());
   sessions_count_ = sessions_.size();
+  NoteIfAllEnded();
 }
 
 void DataPlane::OnMessage(Connection* connection, MessageType type, absl::string_view message) {

@@ -105,8 +105,12 @@ class DataPlane final : public Transport::AcceptHandler {
 
   // Errors are Transport::Listen's. Once.
   absl::StatusOr<std::string> Listen(const std::string& address);
-  // Ends disk reads and the clock's ticks; sessions end with the transport.
+  // Ends disk reads and the clock's ticks; sessions end with EndSessions or the transport.
   void StopThreads() ABSL_LOCKS_EXCLUDED(mu_);
+  // Closes the sessions, and from now on every new one, and waits until none is left: then nothing
+  // is put or read any more. False when that takes longer than the transport's patience with a
+  // peer. Any thread but the transport's, while the transport runs.
+  bool EndSessions() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Any thread.
   uint64_t sessions_count() const { return sessions_count_.load(); }
@@ -188,6 +192,7 @@ class DataPlane final : public Transport::AcceptHandler {
   Session* FindById(uint64_t session_id);
   void Close(Session* session, absl::string_view why);
   void Erase(uint64_t session_id);
+  void NoteIfAllEnded() ABSL_LOCKS_EXCLUDED(mu_);
 
   void OnHello(Session* session, absl::string_view message);
   absl::Status OpenSession(Session* session, const v1::Hello& hello);
@@ -271,6 +276,7 @@ class DataPlane final : public Transport::AcceptHandler {
   std::atomic<bool> tick_posted_{false};
 
   // ---- Transport thread.
+  bool ending_ = false;  // EndSessions was called.
   absl::flat_hash_map<uint64_t, std::unique_ptr<Session>> sessions_;
   absl::flat_hash_map<Connection*, uint64_t> by_connection_;
   std::deque<uint64_t> turns_;  // Session ids.
@@ -284,6 +290,8 @@ class DataPlane final : public Transport::AcceptHandler {
   Mutex mu_;
   CondVar stop_changed_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  CondVar sessions_ended_;
+  bool all_ended_ ABSL_GUARDED_BY(mu_) = false;
 
   StagingPool staging_;
   Assemblies assemblies_;  // Transport thread.

@@ -54,7 +54,8 @@ class Storage {
                                                        const Parts& parts);
   ~Storage();
 
-  // No more memory is given out, and the spill thread ends. Before the transport goes.
+  // No more memory is given out, and the spill thread ends. When nothing is put any more, and
+  // before the transport goes.
   void StopSpilling();
   // Copies to disk what only DRAM or HBM holds, for at most timeout_nanos, and says what was left.
   // After StopSpilling, when nothing changes any more.

@@ -9,10 +9,10 @@
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
-#include "proto/ticket.h"
 #include "tests/cache_node/objects.h"
 #include "tests/cache_node/scripted_control.h"
 #include "tests/cache_node/test_worker.h"
+#include "tests/cache_node/tickets.h"
 #include "tests/support/process.h"
 
 namespace okv {
@@ -23,13 +23,13 @@ using testing_support::Process;
 using testing_support::RunProgram;
 using testing_support::RunResult;
 using testing_support::ScriptedControl;
+using testing_support::ScriptedHello;
+using testing_support::ScriptedOffer;
 using testing_support::TempDir;
 using testing_support::TestFormat;
 using testing_support::TestObject;
 using testing_support::TestWorker;
 using Seen = ScriptedControl::Seen;
-
-constexpr char kTicketKey[] = "the ticket key";  // ScriptedControl's.
 
 // Flags of a small node.
 std::vector<std::string> Argv(const std::string& control, const std::string& data_dir,
@@ -117,32 +117,6 @@ class RunningNode {
   std::unique_ptr<Process> process_;
 };
 
-v1::Hello Hello() {
-  v1::Hello hello;
-  hello.set_protocol_major(kProtocolMajor);
-  hello.set_ticket(SealTicket({.tenant = "tenant",
-                               .format_id = TestFormat().id(),
-                               .expires_wall_us = Clock::System()->WallMicros() + 60'000'000},
-                              kTicketKey));
-  hello.set_format(TestFormat().Canonical());
-  return hello;
-}
-
-v1::PutOffer Offer(const std::string& node_id, const TestObject& object) {
-  v1::PutOffer offer;
-  offer.set_request_id(object.header().index.value());
-  offer.set_reservation(
-      SealReservation({.tenant = "tenant",
-                       .format_id = TestFormat().id(),
-                       .object = object.id(),
-                       .node_id = node_id,
-                       .write_id = WriteId(object.header().generation),
-                       .expires_wall_us = Clock::System()->WallMicros() + 60'000'000},
-                      kTicketKey));
-  offer.set_object_header(object.header().Encode());
-  return offer;
-}
-
 TEST(NodeProgramTest, WhatWasPutBeforeSigtermIsServedAfterTheRestart) {
   ScriptedControl control;
   const TempDir data;
@@ -159,9 +133,9 @@ TEST(NodeProgramTest, WhatWasPutBeforeSigtermIsServedAfterTheRestart) {
     node_id = node.node_id;
     EXPECT_TRUE(absl::StrContains(node.process()->output(), "okv-node ready "));
     TestWorker worker(transport->get(), node.data_address);
-    ASSERT_EQ(worker.Hello(Hello()).code(), 0);
+    ASSERT_EQ(worker.Hello(ScriptedHello()).code(), 0);
     for (const TestObject& object : objects) {
-      const absl::Status status = worker.Put(Offer(node.node_id, object), object.payload);
+      const absl::Status status = worker.Put(ScriptedOffer(node.node_id, object), object.payload);
       ASSERT_TRUE(status.ok()) << status;
     }
     EXPECT_EQ(node.Metric("okv_node_stored_bytes{codec=\"int2\"}"), 15 * 10'240);
@@ -178,7 +152,7 @@ TEST(NodeProgramTest, WhatWasPutBeforeSigtermIsServedAfterTheRestart) {
   EXPECT_TRUE(
       control.WaitFor("the inventory", [](const Seen& seen) { return seen.held.size() == 30; }));
   TestWorker worker(transport->get(), node.data_address);
-  ASSERT_EQ(worker.Hello(Hello()).code(), 0);
+  ASSERT_EQ(worker.Hello(ScriptedHello()).code(), 0);
   v1::FetchRequest request;
   request.set_request_id(1);
   request.set_format_id(std::string(TestFormat().id().view()));
