@@ -4,10 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
+#include <future>
 #include <numeric>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "client/node_session.h"
@@ -222,7 +221,11 @@ TEST_F(ServePackTest, ABrokenSessionEndsItsCallOnlyWhenNoCopyRunsAnyMore) {
   session->Break(absl::CancelledError("broken"));
   // The node sees it gone, so that only the copy is left.
   ASSERT_TRUE(WaitUntil([this] { return data_plane_->sessions_count() == 0; }));
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  for (int i = 0; i < 3; ++i) {  // Behind all that the end of the connection runs there.
+    std::promise<void> passed;
+    worker_transport_->Post([&passed] { passed.set_value(); });
+    passed.get_future().wait();
+  }
   EXPECT_EQ(ended, 0u);
   device_.HoldCopies(false);
   EXPECT_TRUE(WaitUntil([&] { return ended == kObjectsCount; }));
