@@ -195,20 +195,24 @@ void Node::OnDamaged(const std::string& tenant, const ObjectId& id) {
   data_plane_->Recheck(tenant, id);
 }
 
+void Node::SpillRest() {
+  if (membership_ == nullptr) return;  // It never served.
+  storage_->SpillRest(std::chrono::nanoseconds(options_.spill_timeout).count());
+}
+
 Node::~Node() {
   // Its transfers go over the transport, and its reads through the spiller.
   if (drainer_ != nullptr) drainer_->Stop();
   if (data_plane_ != nullptr) data_plane_->StopThreads();
   // What only memory holds is on disk before the transport goes: its end runs through all of UCX,
-  // in whose 1.13 one of four ended the process while many workers were connecting.
-  if (data_plane_ != nullptr && !data_address_.empty() && !data_plane_->EndSessions()) {
-    log_("some sessions did not end in time");
-  }
+  // in whose 1.13 one of four ended the process while many workers were connecting. But what is
+  // being sent cannot be spilled.
+  bool quiet = true;
+  if (data_plane_ != nullptr && !data_address_.empty()) quiet = data_plane_->EndSessions();
   if (storage_ != nullptr) storage_->StopSpilling();
-  if (membership_ != nullptr) {
-    storage_->SpillRest(std::chrono::nanoseconds(options_.spill_timeout).count());
-  }
+  if (quiet) SpillRest();
   transport_.reset();
+  if (!quiet) SpillRest();
   if (membership_ != nullptr) {
     membership_->Drain(kDrainTimeout);
     membership_->Stop();

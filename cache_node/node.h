@@ -73,6 +73,7 @@ class Node {
   absl::Status StartParts();
   void OnDamaged(const std::string& tenant, const ObjectId& id);
   absl::Status Join();
+  void SpillRest();
   StorageOptions MakeStorageOptions() const;
   MembershipOptions MakeMembershipOptions() const;
 
