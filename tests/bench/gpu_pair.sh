@@ -9,11 +9,11 @@
 #                           [--rounds N] [--help]
 #
 #   --limit SECONDS  of every part, instead of its own: ranks 25, nvlink 60, covariances 30,
-#                    calibrate 50, faults 45
+#                    calibrate 50, faults 70
 #   --layers N       of the dump that is calibrated on, 30,000 tokens each (default 4: 1.5 GB of
 #                    disk; a layer takes each fit about 4 s)
-#   --rounds N       of the faults (default 4: one takes over 4 s without a GPU, which each node's
-#                    start takes longer to open)
+#   --rounds N       of the faults (default 4: one took 11 s on one GPU, which each node's start
+#                    has to open)
 #
 # Parts, in their order, and the programs they need in DIR/bin: ranks (okv_cluster_test,
 # okv-control, okv-node, okvctl), nvlink (okv-bench, okv-control, okv-node), covariances
@@ -118,7 +118,7 @@ if has calibrate; then
     --layers "$layers" --fits gpu1,gpu2 --folder "$temp"
 fi
 if has faults; then
-  part faults "${limit:-45}" "$dir/bin/okv_faults" --scenario=kill_node --rounds="$rounds" \
+  part faults "${limit:-70}" "$dir/bin/okv_faults" --scenario=kill_node --rounds="$rounds" \
     --hbm_devices=0,1 --json
 fi
 [ ${#failed[@]} -eq 0 ] || { printf 'gpu_pair: failed: %s\n' "${failed[@]}" >&2; exit 1; }
