@@ -166,7 +166,6 @@ class ServeTest : public testing::Test {
   std::vector<absl::StatusOr<ObjectHeader>> FetchBySession(
       const Format& format, const std::vector<NodeSession::FetchTarget>& targets,
       const BlockRange& range = {}) {
-    const uint64_t sessions_before = data_plane_->sessions_count();
     const std::shared_ptr<NodeSession> session = ClientSession(format);
     std::vector<absl::StatusOr<ObjectHeader>> headers(targets.size(),
                                                       absl::UnknownError("no answer"));
@@ -179,7 +178,7 @@ class ServeTest : public testing::Test {
                    });
     done.get_future().wait();
     session->Break(absl::CancelledError("the test is over"));
-    EXPECT_TRUE(WaitUntil([&] { return data_plane_->sessions_count() == sessions_before; }));
+    EXPECT_TRUE(WaitUntil([&] { return data_plane_->sessions_count() == other_sessions_; }));
     return headers;
   }
   std::unique_ptr<TestWorker> OpenSession(const std::string& tenant = "tenant",
@@ -275,6 +274,7 @@ class ServeTest : public testing::Test {
   FakeClock clock_;
   uint64_t hbm_bytes_ = 0;  // Without an HBM tier.
   uint64_t staging_bytes_ = uint64_t{1} << 20;
+  uint64_t other_sessions_ = 0;  // Open while FetchBySession runs, and behind it.
   HostDevice device_{/*fenced=*/false};
   std::string ticket_key_ = kTicketKey;
   LoopbackHub hub_;
