@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/bf16.h"
 #include "proto/format.h"
+#include "proto/status_macros.h"
 
 namespace okv {
 namespace {
@@ -386,7 +387,15 @@ HeadWeights HeadHistory::Weights(uint32_t stride) const {
 }
 
 absl::StatusOr<SquaredError> HeadHistory::Judge(KvTensor tensor, const RowCodec& codec) const {
+  OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> windows, JudgeWindows(tensor, codec));
   SquaredError total;
+  for (const SquaredError& window : windows) total.Add(window);
+  return total;
+}
+
+absl::StatusOr<std::vector<SquaredError>> HeadHistory::JudgeWindows(KvTensor tensor,
+                                                                    const RowCodec& codec) const {
+  std::vector<SquaredError> errors;
   std::vector<float> p;
   std::vector<float> coded;
   const size_t sink_values = size_t{shape_.sink_tokens} * dim_;
@@ -398,6 +407,7 @@ absl::StatusOr<SquaredError> HeadHistory::Judge(KvTensor tensor, const RowCodec&
     const absl::StatusOr<std::vector<float>> restored =
         RestoredRows(WindowRows(window, tensor), codec, &bad_row);
     if (!restored.ok()) return BadRowStatus(restored.status(), window, tensor, bad_row);
+    SquaredError total;
     for (const Block& block : window.judged) {
       Attend(window, block, keys ? restored->data() : k, keys ? v : restored->data(), &p, &coded);
       for (size_t i = 0; i < coded.size(); ++i) {
@@ -406,8 +416,9 @@ absl::StatusOr<SquaredError> HeadHistory::Judge(KvTensor tensor, const RowCodec&
         total.signal += double{block.outputs[i]} * block.outputs[i];
       }
     }
+    errors.push_back(total);
   }
-  return total;
+  return errors;
 }
 
 }  // namespace okv

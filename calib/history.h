@@ -83,6 +83,9 @@ class HeadHistory {
   // The outputs when history's rows of `tensor` went through the codec and the other tensor is
   // exact. kInvalidArgument naming token and head: a row that the codec refuses.
   absl::StatusOr<SquaredError> Judge(KvTensor tensor, const RowCodec& codec) const;
+  // The same of each window; together they are Judge().
+  absl::StatusOr<std::vector<SquaredError>> JudgeWindows(KvTensor tensor,
+                                                         const RowCodec& codec) const;
 
  private:
   // A block of queries of one window.

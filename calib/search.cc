@@ -13,6 +13,30 @@
 namespace okv {
 namespace {
 
+SquaredError Sum(const std::vector<SquaredError>& windows) {
+  SquaredError total;
+  for (const SquaredError& window : windows) total.Add(window);
+  return total;
+}
+
+// Whether `better` errs less than `worse` by more than kGainErrors standard errors of the sum of
+// the windows' differences. One window tells nothing of how they vary: it is taken at its word; and
+// what is worse without being finite is worse.
+bool IsBeyondChance(const std::vector<SquaredError>& worse,
+                    const std::vector<SquaredError>& better) {
+  const size_t count = worse.size();
+  if (count < 2) return true;
+  const double gain = Sum(worse).error - Sum(better).error;
+  const double mean = gain / static_cast<double>(count);
+  double squares = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const double off = worse[i].error - better[i].error - mean;
+    squares += off * off;
+  }
+  const double variance = squares / static_cast<double>(count - 1);
+  return !(gain <= kGainErrors * std::sqrt(variance * static_cast<double>(count)));
+}
+
 // Lives for one call. Thread-compatible.
 class Search {
  public:
@@ -37,7 +61,9 @@ class Search {
     for (size_t i = 0; i < rows_.size(); ++i) rows.push_back({&rows_[i], &weights[i]});
     return rows;
   }
-  absl::StatusOr<SquaredError> Judge(const std::vector<uint16_t>& rotation, uint32_t rank) const;
+  // Over the heads, of each judging window.
+  absl::StatusOr<std::vector<SquaredError>> JudgeWindows(const std::vector<uint16_t>& rotation,
+                                                         uint32_t rank) const;
   // Judges `rotation` at the rank that `rows` like best and up to `reach` ranks beside it; keeps
   // the best so far.
   absl::Status Try(const Matrix& rotation, const std::vector<WeightedRows>& rows, size_t start,
@@ -56,17 +82,19 @@ class Search {
   FoundRotation best_;
 };
 
-absl::StatusOr<SquaredError> Search::Judge(const std::vector<uint16_t>& rotation,
-                                           uint32_t rank) const {
-  SquaredError total;
+absl::StatusOr<std::vector<SquaredError>> Search::JudgeWindows(
+    const std::vector<uint16_t>& rotation, uint32_t rank) const {
+  std::vector<SquaredError> all;
   for (const HeadData& head : heads_) {
-    OKV_ASSIGN_OR_RETURN(const SquaredError one,
-                         head.judge->Judge(tensor_, {.rotation = rotation.data(),
-                                                     .group_size = options_.group_size,
-                                                     .clip_rank = rank}));
-    total.Add(one);
+    OKV_ASSIGN_OR_RETURN(
+        const std::vector<SquaredError> windows,
+        head.judge->JudgeWindows(tensor_, {.rotation = rotation.data(),
+                                           .group_size = options_.group_size,
+                                           .clip_rank = rank}));
+    all.resize(std::max(all.size(), windows.size()));
+    for (size_t i = 0; i < windows.size(); ++i) all[i].Add(windows[i]);
   }
-  return total;
+  return all;
 }
 
 absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>& rows,
@@ -78,7 +106,8 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
   const auto end = liked + std::min(reach + 1, ranks.end() - liked);
   const std::vector<uint16_t> bits = RoundToBf16(rotation);
   for (auto rank = first; rank != end; ++rank) {
-    OKV_ASSIGN_OR_RETURN(const SquaredError error, Judge(bits, *rank));
+    OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> windows, JudgeWindows(bits, *rank));
+    const SquaredError error = Sum(windows);
     if (!std::isfinite(error.error)) {
       return absl::InvalidArgumentError(
           absl::StrCat("the attention outputs of ",
@@ -96,8 +125,13 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
 
 absl::StatusOr<FoundRotation> Search::Settle() {
   if (!options_.settled_rank.has_value() || best_.clip_rank == *options_.settled_rank) return best_;
-  OKV_ASSIGN_OR_RETURN(const SquaredError error, Judge(best_.rotation, *options_.settled_rank));
-  if (!(error.error * (1 - kClipWorthLeaving) <= best_.error.error)) return best_;
+  OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> settled,
+                       JudgeWindows(best_.rotation, *options_.settled_rank));
+  OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> best,
+                       JudgeWindows(best_.rotation, best_.clip_rank));
+  const SquaredError error = Sum(settled);
+  const bool worth_it = !(error.error * (1 - kClipWorthLeaving) <= best_.error.error);
+  if (worth_it && IsBeyondChance(settled, best)) return best_;
   best_.clip_rank = *options_.settled_rank;
   best_.error = error;
   return best_;

@@ -26,8 +26,9 @@ struct HeadData {
 struct SearchOptions {
   uint32_t group_size;
   std::vector<uint32_t> clip_ranks;  // What is tried, in order of size; not empty.
-  // The rank to leave only for one that errs less by kClipWorthLeaving: gains that small are of the
-  // judging text, not of the model.
+  // The rank to leave only for one that errs less by kClipWorthLeaving, and by more than
+  // kGainErrors standard errors over the judging windows: other gains are of that text, not of the
+  // model.
   std::optional<uint32_t> settled_rank = std::nullopt;
   uint32_t refine_steps = 0;  // 0: the rotations are taken as they are.
 };
@@ -35,6 +36,7 @@ struct SearchOptions {
 // Values' errors hardly depend on the clip near their best: without this, fitted clips left 0.997
 // of the recipe's error in the mean of six layers, and 1.018 on the worst, on text of neither.
 inline constexpr double kClipWorthLeaving = 0.02;
+inline constexpr double kGainErrors = 2;
 
 // The most rotations that a search begins with.
 inline constexpr size_t kStartsMax = 3;

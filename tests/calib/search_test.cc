@@ -119,6 +119,36 @@ TEST_F(SearchTest, TheSettledClipIsLeftOnlyForOneThatIsWorthIt) {
   EXPECT_GT(left, 0u);
 }
 
+// A gain that one window of four has is no reason to leave the settled clip, the same gain in all
+// of them is.
+TEST_F(SearchTest, TheSettledClipIsLeftOnlyForAGainOfMoreThanOneWindow) {
+  LayerDump layer = SyntheticLayer(
+      {.sequence_lengths = {800, 800, 800, 800, 800}, .query_heads = 2, .kv_heads = 1}, 5);
+  const HeadHistory fit(layer, 0, {}, {{0, 800}}, 0);
+  const HeadWeights weights = fit.Weights(1);
+  const std::vector<SequenceRange> windows = {{800, 800}, {1600, 800}, {2400, 800}, {3200, 800}};
+  const SearchOptions options{.group_size = 64, .clip_ranks = {0, 56}, .settled_rank = 40};
+  const auto search = [&](const HeadHistory& judge) {
+    const std::vector<HeadData> heads = {{.fit = &fit, .weights = &weights, .judge = &judge}};
+    return SearchRotation({Hadamard(kDim)}, KvTensor::kValues, heads, options);
+  };
+  const auto in_all = search(HeadHistory(layer, 0, {}, windows, 1));
+  ASSERT_TRUE(in_all.ok()) << in_all.status();
+  EXPECT_NE(in_all->clip_rank, 40u);
+  for (size_t i = size_t{3200} * kDim; i < layer.v.size(); ++i) layer.v[i] *= 64;
+  const HeadHistory loud(layer, 0, {}, windows, 1);
+  const auto in_one = search(loud);
+  ASSERT_TRUE(in_one.ok()) << in_one.status();
+  EXPECT_EQ(in_one->clip_rank, 40u);
+  const auto judged = loud.JudgeWindows(KvTensor::kValues, {.rotation = in_all->rotation.data(),
+                                                            .group_size = 64,
+                                                            .clip_rank = in_all->clip_rank});
+  ASSERT_TRUE(judged.ok()) << judged.status();
+  double all = 0;
+  for (const SquaredError& window : *judged) all += window.error;
+  EXPECT_LT(all, in_one->error.error * (1 - kClipWorthLeaving)) << "the gain is large enough";
+}
+
 TEST_F(SearchTest, OutputsThatAreNotFiniteAreAnError) {
   Make(0, 0, true);
   for (float& q : layer_.q) q *= 1e19f;
