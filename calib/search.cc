@@ -86,11 +86,10 @@ absl::StatusOr<std::vector<SquaredError>> Search::JudgeWindows(
     const std::vector<uint16_t>& rotation, uint32_t rank) const {
   std::vector<SquaredError> all;
   for (const HeadData& head : heads_) {
-    OKV_ASSIGN_OR_RETURN(
-        const std::vector<SquaredError> windows,
-        head.judge->JudgeWindows(tensor_, {.rotation = rotation.data(),
-                                           .group_size = options_.group_size,
-                                           .clip_rank = rank}));
+    OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> windows,
+                         head.judge->JudgeWindows(tensor_, {.rotation = rotation.data(),
+                                                            .group_size = options_.group_size,
+                                                            .clip_rank = rank}));
     all.resize(std::max(all.size(), windows.size()));
     for (size_t i = 0; i < windows.size(); ++i) all[i].Add(windows[i]);
   }

@@ -90,7 +90,7 @@ cuda::Rotations CodecData::RotationsOf(uint32_t layer) const {
 }
 
 cudaError_t QueueQuantize(const CodecData& data, uint32_t layer, uint32_t layers, bool rotate,
-                          cudaStream_t stream) {
+                          bool early, cudaStream_t stream) {
   const CudaCodecOptions& options = data.options;
   const PageLayout layout = options.layout();
   cuda::ConstPagedRows k = data.Rows(data.k);
@@ -115,7 +115,8 @@ cudaError_t QueueQuantize(const CodecData& data, uint32_t layer, uint32_t layers
                  .layer_stride = static_cast<int64_t>(layout.page_bytes(Codec::kInt2)),
                  .head_stride = static_cast<int64_t>(layout.run_bytes(Codec::kInt2)),
                  .table = nullptr},
-       .bad_row = data.bad_row.as<uint64_t>()},
+       .bad_row = data.bad_row.as<uint64_t>(),
+       .early_inputs = early},
       stream);
 }
 

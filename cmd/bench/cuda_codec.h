@@ -68,9 +68,10 @@ struct CodecData {
   cuda::DeviceBuffer bad_row;
 };
 
-// Quantizes `layers` layers of the chunk, from `layer` on, into the pages.
+// Quantizes `layers` layers of the chunk, from `layer` on, into the pages. early: the kernel in
+// front does not write what it reads.
 cudaError_t QueueQuantize(const CodecData& data, uint32_t layer, uint32_t layers, bool rotate,
-                          cudaStream_t stream);
+                          bool early, cudaStream_t stream);
 
 // Copied at once to measure the copy rate.
 inline constexpr size_t kCopyBytes = size_t{2} << 30;

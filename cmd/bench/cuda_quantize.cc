@@ -1,5 +1,7 @@
 #include <cstring>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +16,13 @@ namespace {
 
 // Demoted at once: one block of each of so many requests.
 constexpr uint32_t kDemotedBlocks = 32;
+
+// What is quantized a layer a launch.
+struct ByLayer {
+  bool rotate;
+  bool early;  // QuantizePagesParams::early_inputs
+};
+constexpr ByLayer kByLayer[] = {{true, false}, {true, true}, {false, false}, {false, true}};
 
 cudaError_t QueueRotate(const CodecData& data, const cuda::DeviceBuffer& k_out,
                         const cuda::DeviceBuffer& v_out, uint32_t layer, uint32_t layers,
@@ -83,7 +92,7 @@ absl::Status CheckSample(const CodecData& data, const cuda::DeviceBuffer& k_out,
   const PageLayout layout = options.layout();
   const uint32_t layer = options.layers - 1;
   OKV_RETURN_IF_ERROR(
-      CudaStatus(QueueQuantize(data, 0, options.layers, true, nullptr), "quantize"));
+      CudaStatus(QueueQuantize(data, 0, options.layers, true, false, nullptr), "quantize"));
   OKV_RETURN_IF_ERROR(CudaStatus(QueueRotate(data, k_out, v_out, layer, 1, nullptr), "rotate"));
   OKV_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "the first launches"));
   const size_t row = size_t{options.kv_heads} * options.head_dim;
@@ -150,15 +159,15 @@ absl::StatusOr<CudaBenchReport> RunCudaQuantize(const CudaCodecOptions& options)
         })
         .status();
   };
-  OKV_RETURN_IF_ERROR(
-      by_layer([&](uint32_t l, cudaStream_t s) { return QueueQuantize(data, l, 1, true, s); }));
-  OKV_RETURN_IF_ERROR(
-      by_layer([&](uint32_t l, cudaStream_t s) { return QueueQuantize(data, l, 1, false, s); }));
+  for (const auto& [rotate, early] : kByLayer) {
+    OKV_RETURN_IF_ERROR(by_layer(
+        [&](uint32_t l, cudaStream_t s) { return QueueQuantize(data, l, 1, rotate, early, s); }));
+  }
   OKV_RETURN_IF_ERROR(by_layer(
       [&](uint32_t l, cudaStream_t s) { return QueueRotate(data, k_out, v_out, l, 1, s); }));
   OKV_RETURN_IF_ERROR(timer
                           ->Add([&](cudaStream_t stream) {
-                            return QueueQuantize(data, 0, options.layers, true, stream);
+                            return QueueQuantize(data, 0, options.layers, true, false, stream);
                           })
                           .status());
   OKV_RETURN_IF_ERROR(
@@ -167,19 +176,25 @@ absl::StatusOr<CudaBenchReport> RunCudaQuantize(const CudaCodecOptions& options)
   OKV_RETURN_IF_ERROR(timer->AddCopy(kCopyBytes).status());
   OKV_ASSIGN_OR_RETURN(const std::vector<double> us, timer->MedianUs(options.rounds));
 
-  const double copy_rate = 2.0 * kCopyBytes / us[5];
+  const double copy_rate = 2.0 * kCopyBytes / us.back();
   const double rows = static_cast<double>(data.k.bytes() + data.v.bytes()) / options.layers;
   const double pages = static_cast<double>(data.pages.bytes()) / options.layers;
   const double layers = options.layers;
-  report.rows = {{"rotate and quantize, a layer", us[0] / layers, rows + pages, copy_rate},
-                 {"quantize rotated rows, a layer", us[1] / layers, rows + pages, copy_rate},
-                 {"rotate, a layer", us[2] / layers, 2 * rows, copy_rate},
-                 {"rotate and quantize, all layers", us[3], (rows + pages) * layers, copy_rate},
-                 {absl::StrCat("demote ", kDemotedBlocks, " blocks, all layers"), us[4],
-                  static_cast<double>(pool.bytes() + demoted.bytes()), copy_rate}};
-  for (const size_t i : {0, 1, 3, 4}) {
-    report.rows[i].us_limit = 2 * report.rows[i].bytes / copy_rate;
+  const auto add = [&](std::string name, double time, double bytes, bool is_promised) {
+    report.rows.push_back(
+        {.name = std::move(name), .us = time, .bytes = bytes, .copy_bytes_per_us = copy_rate});
+    if (is_promised) report.rows.back().us_limit = 2 * bytes / copy_rate;
+  };
+  size_t i = 0;
+  for (const auto& [rotate, early] : kByLayer) {
+    add(absl::StrCat(rotate ? "rotate and quantize" : "quantize rotated rows", ", a layer",
+                     early ? ", early" : ""),
+        us[i++] / layers, rows + pages, true);
   }
+  add("rotate, a layer", us[i++] / layers, 2 * rows, false);
+  add("rotate and quantize, all layers", us[i++], (rows + pages) * layers, true);
+  add(absl::StrCat("demote ", kDemotedBlocks, " blocks, all layers"), us[i++],
+      static_cast<double>(pool.bytes() + demoted.bytes()), true);
   return report;
 }
 

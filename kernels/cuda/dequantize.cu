@@ -6,6 +6,8 @@
 // H200 (80 to 81 % of the copy rate; 80 % at d 256; 71 % at d 64, where that is 6.5 us), in the
 // model's basis 16.6 us (55 %).
 
+#include <type_traits>
+
 #include "kernels/cuda/dequantize.h"
 #include "kernels/cuda/dequantize_device.cuh"
 #include "kernels/cuda/row_launch.cuh"
@@ -15,7 +17,8 @@ namespace {
 
 // d 256 has 128 KiB of rotation, and twice the registers for a row.
 template <int kDim, bool kRotate>
-using DequantizeShape = RowShape<8, (kRotate ? 2 : 4) / (kDim == 256 ? 2 : 1)>;
+using DequantizeShape = std::conditional_t<kRotate && kDim <= 128, RowShape<4, 4>,
+                                           RowShape<8, (kRotate ? 2 : 4) / (kDim == 256 ? 2 : 1)>>;
 
 // The run of a unit's tile; null when its block is left out or not there.
 template <int kDim>
@@ -37,7 +40,9 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void DequantizeKer
   const int lane = threadIdx.x % 32;
   const RowWork work = RowWorkOfWarp(grid);
   const uint32_t rotation = SharedAddress(shared);
-  BeginRows<kDim, kRotate>(params.rotations, work, rotation);
+  const bool is_loading =
+      BeginRows<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+  bool waits = params.early_inputs;
   const RowFinder<__nv_bfloat16> rows(work.is_value ? params.v : params.k, params.tokens,
                                       work.layer, work.head);
   const SharedRows tile = WarpTile<kDim, kRotate>(shared);
@@ -46,8 +51,9 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void DequantizeKer
   const uint8_t* run = RunOf<kDim>(params, work, work.unit);
   if (run != nullptr) ReadPackedTile(run, warp_tile, work.is_value, lane, &packed);
   if (kRotate) {
-    CopyAsyncWait<0>();
-    ShareRotation();
+    FinishRotation<kDim, 0>(params.rotations, work, rotation, is_loading);
+    if (waits) WaitAndLetStart();  // Inside the loop it takes registers that the product needs
+    waits = false;
   }
   for (uint32_t unit = work.unit; unit < work.units_end; unit += UnitStep()) {
     RowFragment<kDim> y;
@@ -66,9 +72,14 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void DequantizeKer
     }
     WriteFragment<kDim>(y, lane, tile);
     __syncwarp();
+    if (!kRotate && waits) {
+      WaitAndLetStart();
+      waits = false;
+    }
     StoreTile<kDim, /*kStreaming=*/true>(tile, to, lane);
     __syncwarp();  // The tile was read by all lanes: the next one may be written.
   }
+  if (waits) WaitAndLetStart();
 }
 
 template <int kDim, int kGroups, bool kRotates>

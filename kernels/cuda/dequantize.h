@@ -24,6 +24,9 @@ struct DequantizePagesParams {
   PagedRows k;  // out
   PagedRows v;
   TokenMap tokens;
+
+  // As QuantizePagesParams::early_inputs: pages, maps, table and rotations.
+  bool early_inputs = false;
 };
 
 // int2 pages to bf16 rows of an engine's own cache: x = offset + scale * code in fp32 (one

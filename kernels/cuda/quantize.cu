@@ -2,10 +2,11 @@
 //
 // Per token, layer and KV head it reads 4 d bytes and writes d / 2 + 8 d / g: at d 128, g 128 and 8
 // heads 4,096 + 576 B, 1.1 ns of an H200's copy rate. The rotation is 4 d^2 FLOP. What bounds it
-// are the instructions, about 1,100 a warp for 16 rows of 128, 0.6 of which are issued a clock:
-// half of them for the threshold and its 8 steps of dependent counts, a third for the codes.
-// Reached on an H200 at d 128: 592 us for 36 layers of 8,192 tokens in one launch (56 % of the copy
-// rate), 21.8 us for one layer (42 %, 3 us of it start and end).
+// are the instructions, about 1,150 a warp for 16 rows of 128, 0.5 of which are issued a clock:
+// a third for the codes, a third for the threshold and its 4 steps of dependent counts. The ALU is
+// half busy; by stall samples a fifth of the time goes to the product, a fifth to the counts.
+// Reached on an H200 at d 128: 560 us for 36 layers of 8,192 tokens in one launch (58 % of the copy
+// rate), 20.6 us for one layer (44 %), 17.7 us (51 %) with early inputs.
 //
 // A warp takes a tile (row_tile.cuh) of one half of one head from its load to its bytes, in
 // registers; four warps, a group, rotate their tiles together. The next tile's load goes on
@@ -91,11 +92,13 @@ __device__ TileTask MakeTask(const QuantizePagesParams& params, const RowWork& w
 
 // As many warps as registers allow, and no room for one block more on a multiprocessor than a wave
 // has: the next launch's blocks would gather there, on some multiprocessors more than on others (20
-// warps instead of 16 without rotation: 18.7 us for 16.2). d 256 has 128 KiB of rotation and 8.25
-// KiB a tile; 12 warps, with spills, take 57.8 us a layer for 53.3 and 1,680 us for all for 1,814.
+// warps instead of 16 without rotation: 18.7 us for 16.2). In blocks of one group, so that the next
+// launch begins wherever one has ended (18.7 us early for 19.1 with 8 warps a block). d 256 has 128
+// KiB of rotation and 8.25 KiB a tile: one block a multiprocessor; 12 warps, with spills, take 57.8
+// us a layer for 53.3 and 1,680 us for all for 1,814.
 template <int kDim, bool kRotate>
 using QuantizeShape =
-    std::conditional_t<kRotate, RowShape<8, kDim == 256 ? 1 : 2>, RowShape<4, kDim == 256 ? 3 : 4>>;
+    std::conditional_t<kDim == 256 && kRotate, RowShape<8, 1>, RowShape<4, kDim == 256 ? 3 : 4>>;
 
 template <int kDim, int kGroups, bool kRotate, class Shape = QuantizeShape<kDim, kRotate>>
 __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKernel(
@@ -105,7 +108,16 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
   const int lane = threadIdx.x % 32;
   const RowWork work = RowWorkOfWarp(grid);
   const uint32_t rotation = SharedAddress(shared);
-  BeginRows<kDim, kRotate>(params.rotations, work, rotation);
+  const bool is_loading =
+      BeginRows<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+  // Before the first write. The next kernel starts behind it, so where a warp has only two tiles it
+  // comes earlier (d 64: 10.0 us for 10.9; d 128: 18.5 for 17.7).
+  constexpr bool kWaitsLate = kDim > 64;
+  bool waits = params.early_inputs;
+  const auto wait = [&] {
+    if (waits) WaitAndLetStart();
+    waits = false;
+  };
   uint32_t blocks = params.blocks_count;
   if (params.tokens_count != nullptr) {
     blocks = min(blocks, static_cast<uint32_t>(max(*params.tokens_count, 0)) / 64);
@@ -121,10 +133,7 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
   LoadTileAt<kDim>(source, at, tile);
   TileTask task = MakeTask(params, work);
   task.tile = static_cast<int>(TileOfUnit(0) % kTilesPerBlock<kDim>);
-  if (kRotate) {
-    CopyAsyncWait<1>();
-    ShareRotation();
-  }
+  if (kRotate) FinishRotation<kDim, 1>(params.rotations, work, rotation, is_loading);
   while (at.unit < work.units_end) {
     CopyAsyncWait<0>();
     __syncwarp();
@@ -137,14 +146,16 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
     __syncwarp();  // The tile was read by all lanes: the next one may come.
     const TileAt next = FindTile<kDim>(params.pages, work, source, at.unit + UnitStep());
     LoadTileAt<kDim>(source, next, tile);
+    if (!kWaitsLate) wait();
     task.run = at.block_slot < 0 ? nullptr : runs + at.block_slot * params.pages.block_stride;
-    if (!QuantizeTile<kDim, kGroups>(task, lane, &y)) {
+    if (!QuantizeTile<kDim, kGroups>(task, lane, wait, &y)) {
       ReportBadRow(
           params, work,
           uint64_t{TileOfUnit(at.unit)} * kTileTokens<kDim> + (lane >> 2) + 8 * OwnRow<kDim>(lane));
     }
     at = next;
   }
+  wait();
 }
 
 template <int kDim, int kGroups, bool kRotates>

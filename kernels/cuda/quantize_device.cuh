@@ -210,26 +210,43 @@ struct RowPlanes {
     }
   }
 
-  // The number-th largest distance, from the highest bit down: where at least so many of the
-  // elements that are left have the bit, those without it leave; otherwise those with it do, and
-  // fewer are looked for.
+  // The number-th largest distance, two bits a step from the highest down: the digit is the largest
+  // with which, or with a larger one, there are at least so many of the elements that are left.
+  // Those that have it stay; those above it are looked for no more.
   __device__ __forceinline__ uint32_t Select(uint32_t number) const {
     uint32_t left[kPlanes];
 #pragma unroll
     for (int w = 0; w < kPlanes; ++w) left[w] = 0xffffffffu;
     uint32_t result = 0;
 #pragma unroll
-    for (int b = 7; b >= 0; --b) {
-      uint32_t count = 0;
+    for (int b = 7; b > 0; b -= 2) {
+      uint32_t from3 = 0;
+      uint32_t from2 = 0;
+      uint32_t from1 = 0;
 #pragma unroll
-      for (int w = 0; w < kPlanes; ++w) count += __popc(left[w] & word[w][b]);
-      if (kRowLanes<kDim> == 2) count += __shfl_xor_sync(kAllLanes, count, 1);
-      const bool enough = count >= number;
-      const uint32_t flip = enough ? 0 : 0xffffffffu;
+      for (int w = 0; w < kPlanes; ++w) {
+        from3 += __popc(left[w] & word[w][b] & word[w][b - 1]);
+        from2 += __popc(left[w] & word[w][b]);
+        from1 += __popc(left[w] & (word[w][b] | word[w][b - 1]));
+      }
+      if (kRowLanes<kDim> == 2) {
+        from3 += __shfl_xor_sync(kAllLanes, from3, 1);
+        from2 += __shfl_xor_sync(kAllLanes, from2, 1);
+        from1 += __shfl_xor_sync(kAllLanes, from1, 1);
+      }
+      const bool high = from2 >= number;
+      const bool low = (high ? from3 : from1) >= number;
+      const uint32_t above_low = high ? 0 : from2;
+      const uint32_t above_high = high ? from3 : from1;
+      number -= low ? above_low : above_high;
+      const uint32_t flip_high = high ? 0 : 0xffffffffu;
+      const uint32_t flip_low = low ? 0 : 0xffffffffu;
 #pragma unroll
-      for (int w = 0; w < kPlanes; ++w) left[w] &= word[w][b] ^ flip;
-      if (!enough) number -= count;
-      if (enough) result |= 1u << b;
+      for (int w = 0; w < kPlanes; ++w) {
+        left[w] &= (word[w][b] ^ flip_high) & (word[w][b - 1] ^ flip_low);
+      }
+      if (high) result |= 1u << b;
+      if (low) result |= 1u << (b - 1);
     }
     return result;
   }
@@ -412,11 +429,11 @@ __device__ __forceinline__ void StoreCodes(const TileTask& task, int lane,
   WritePieces<kDim>(task.run, task.is_value, task.tile, lane, pieces);
 }
 
-// Quantizes a tile and, where `task` has a run, writes its part of it. False when the lane's own
-// row has no int2 form. Destroys *rows.
-template <int kDim, int kGroups>
+// Quantizes a tile and, where `task` has a run, calls before_write() and writes its part of it.
+// False when the lane's own row has no int2 form. Destroys *rows.
+template <int kDim, int kGroups, typename BeforeWrite>
 __device__ __forceinline__ bool QuantizeTile(const TileTask& task, int lane,
-                                             RowFragment<kDim>* rows) {
+                                             BeforeWrite before_write, RowFragment<kDim>* rows) {
   constexpr int kRows = RowFragment<kDim>::kRows;
   uint32_t extremes[kGroups];
   OwnExtremes<kDim, kGroups>(*rows, lane, extremes);
@@ -438,6 +455,7 @@ __device__ __forceinline__ bool QuantizeTile(const TileTask& task, int lane,
                                codes.word[p]);
   }
   if (task.run == nullptr) return true;
+  before_write();
   StoreCodes<kDim>(task, lane, codes);
   StoreParams<kDim, kGroups>(task, lane, codecs);
   return good;

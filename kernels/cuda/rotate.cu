@@ -56,7 +56,8 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void RotateKernel(
   const int lane = threadIdx.x % 32;
   const RowWork of_warp = RowWorkOfWarp(grid);
   const uint32_t rotation = SharedAddress(shared);
-  BeginRows<kDim, /*kRotate=*/true>(params.rotations, of_warp, rotation);
+  const bool is_loading = BeginRows<kDim, /*kRotate=*/true>(params.rotations, of_warp, rotation,
+                                                            /*early_inputs=*/false);
   Work work = {of_warp,
                {of_warp.is_value ? params.v : params.k, params.tokens, of_warp.layer, of_warp.head},
                {of_warp.is_value ? params.v_out : params.k_out, params.tokens_out, of_warp.layer,
@@ -73,8 +74,7 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void RotateKernel(
 
   uint32_t unit = work.unit;
   LoadTileAt<kDim>(work, unit, tile);
-  CopyAsyncWait<1>();
-  ShareRotation();
+  FinishRotation<kDim, 1>(params.rotations, of_warp, rotation, is_loading);
   for (; unit < work.units_end; unit += UnitStep()) {
     CopyAsyncWait<0>();
     __syncwarp();
@@ -96,8 +96,8 @@ cudaError_t Launch(const RotateRowsParams& params, RowGrid grid, cudaStream_t st
   grid.units = (params.tokens_count + kUnitTokens<kDim> - 1) / kUnitTokens<kDim>;
   return LaunchRows<Shape>(
       params.to_model_basis ? RotateKernel<kDim, true> : RotateKernel<kDim, false>,
-      {.fixed = kRotationBytes<kDim>, .warp = (kInPlace<kDim> ? 1 : 2) * kTileBytes<kDim>}, params,
-      grid, stream);
+      {.fixed = kRotationBytes<kDim>, .warp = (kInPlace<kDim> ? 1 : 2) * kTileBytes<kDim>},
+      kPlainUnitsMax<Shape>, params, grid, stream);
 }
 
 }  // namespace

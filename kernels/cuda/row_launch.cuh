@@ -38,9 +38,12 @@ struct RowShape {
 // Blocks of a launch: 2^31 tokens, what a TokenMap's slots can name.
 inline constexpr uint32_t kRowBlocksMax = 1u << 25;
 
-// Units that a group takes of a thread block's share, at most: more would only make the last wave's
-// imbalance larger.
-inline constexpr uint32_t kGroupUnitsMax = 8;
+// Units of a thread block, at most: more would only make the last wave's imbalance larger, fewer
+// load rotations more often.
+template <class Shape>
+inline constexpr uint32_t kPlainUnitsMax = 8 * Shape::kThreads / 128;
+template <int kDim>
+inline constexpr uint32_t kRotatedUnitsMax = 1024 / kUnitTokens<kDim>;
 
 struct RowGrid {
   uint32_t layers_count;
@@ -89,19 +92,40 @@ __device__ __forceinline__ const __nv_bfloat16* RotationOf(const Rotations& rota
   return base + (static_cast<int64_t>(work.layer) * rotations.rotation_heads + head) * dim * dim;
 }
 
-// Waits for the kernel in front, and queues the load of the thread block's rotation, if there is
-// one, as the first group of copies; before the wait where that is allowed.
+// Lets the next kernel start only now: what that one does not wait for ended before this one began.
+__device__ __forceinline__ void WaitAndLetStart() {
+  WaitForKernelBefore();
+  LetNextKernelStart();
+}
+
+// The beginning of a kernel: waits for the kernel in front, except with early inputs: then the
+// caller's WaitAndLetStart() comes before its first write, or at its end. Queues the load of the
+// thread block's rotation, if there is one, before the wait where that is allowed, as the first
+// group of copies; true then.
 template <int kDim, bool kRotate>
-__device__ __forceinline__ void BeginRows(const Rotations& rotations, const RowWork& work,
-                                          uint32_t rotation) {
-  const auto load = [&] {
+__device__ __forceinline__ bool BeginRows(const Rotations& rotations, const RowWork& work,
+                                          uint32_t rotation, bool early_inputs) {
+  const bool loads = kRotate && rotations.early && !early_inputs;
+  if (loads) {
     LoadRotation<kDim>(RotationOf(rotations, work, kDim), rotation);
     CopyAsyncCommit();
-  };
-  if (kRotate && rotations.early) load();
-  WaitForKernelBefore();
-  LetNextKernelStart();  // Only now: what that one does not wait for ended before this one began
-  if (kRotate && !rotations.early) load();
+  }
+  if (!early_inputs) WaitAndLetStart();
+  return loads;
+}
+// Shares the rotation. Comes behind the load of the first rows, which takes longer; they are
+// kGroups groups of copies. Where the rotation comes last, they were waited for too.
+template <int kDim, int kGroups>
+__device__ __forceinline__ void FinishRotation(const Rotations& rotations, const RowWork& work,
+                                               uint32_t rotation, bool is_loading) {
+  if (is_loading) {
+    CopyAsyncWait<kGroups>();
+  } else {
+    LoadRotation<kDim>(RotationOf(rotations, work, kDim), rotation);
+    CopyAsyncCommit();
+    CopyAsyncWait<0>();
+  }
+  ShareRotation();
 }
 
 inline bool IsRowShape(uint32_t layers_count, uint32_t kv_heads, uint32_t head_dim) {
@@ -137,11 +161,12 @@ inline bool AreRotations(const Rotations& rotations, uint32_t kv_heads) {
 }
 
 // Launches kernel(params, grid) over the units of `grid`, whose block_units it chooses: so that one
-// wave of thread blocks does all, up to kGroupUnitsMax units a group. The kernel may start before
-// the one before it on the stream has ended: it waits for that before it touches memory.
+// wave of thread blocks does all, up to units_max units each. The kernel may start before the one
+// before it on the stream has ended: it waits for that before it touches memory, or what it says.
 template <class Shape, typename Params>
 cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& shared,
-                       const Params& params, RowGrid grid, cudaStream_t stream) {
+                       uint32_t units_max, const Params& params, RowGrid grid,
+                       cudaStream_t stream) {
   if (grid.units == 0) return cudaSuccess;
   int device = 0;
   int sms = 0;
@@ -165,9 +190,7 @@ cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& share
   const uint64_t resident_blocks = static_cast<uint64_t>(sms) * Shape::kBlocks;
   const uint64_t all_units = pairs * grid.layers_count * grid.units;
   const uint64_t block_units = (all_units + resident_blocks - 1) / resident_blocks;
-  const uint32_t block_units_max = groups * kGroupUnitsMax;
-  grid.block_units =
-      block_units < block_units_max ? static_cast<uint32_t>(block_units) : block_units_max;
+  grid.block_units = block_units < units_max ? static_cast<uint32_t>(block_units) : units_max;
   const uint64_t blocks = (grid.units + grid.block_units - 1) / grid.block_units * pairs;
   if (blocks > 0x7fffffffu) return cudaErrorInvalidValue;
   cudaLaunchAttribute attribute = {};
@@ -192,8 +215,8 @@ cudaError_t LaunchGroups(const Params& params, const RowGrid& grid, cudaStream_t
       using Shape = typename Instance::Shape;
       return LaunchRows<Shape>(
           Instance::kFunction,
-          {.fixed = kRotate ? kRotationBytes<kDim> : 0, .warp = kTileBytes<kDim>}, params, grid,
-          stream);
+          {.fixed = kRotate ? kRotationBytes<kDim> : 0, .warp = kTileBytes<kDim>},
+          kRotate ? kRotatedUnitsMax<kDim> : kPlainUnitsMax<Shape>, params, grid, stream);
     };
     return params.rotations.k == nullptr ? rotated.template operator()<false>()
                                          : rotated.template operator()<true>();

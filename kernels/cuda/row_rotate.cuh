@@ -33,13 +33,24 @@ __device__ __forceinline__ constexpr uint32_t RotationOffset(int row, int unit) 
 }
 
 // Queues the copy of a rotation by all threads of the block; each waits with CopyAsyncWait, then
-// all with ShareRotation.
+// all with ShareRotation. REQUIRES: blockDim.x is a multiple of 128.
 template <int kDim>
 __device__ __forceinline__ void LoadRotation(const __nv_bfloat16* rotation, uint32_t shared) {
   constexpr int kUnits = kDim / 8;
-  for (int index = threadIdx.x; index < kDim * kUnits; index += blockDim.x) {
-    CopyAsync16(shared + RotationOffset<kDim>(index / kUnits, index % kUnits),
-                rotation + index * 8);
+  const int unit = threadIdx.x % kUnits;
+  const int first = threadIdx.x / kUnits;
+  const int step = blockDim.x / kUnits;
+  const __nv_bfloat16* const from = rotation + unit * 8;
+  if (step % 8 == 0) {  // Units of a thread's rows are exchanged alike.
+    const uint32_t to = shared + RotationOffset<kDim>(first, unit);
+#pragma unroll 4
+    for (int row = 0; row < kDim - first; row += step) {
+      CopyAsync16(to + row * 128, from + (first + row) * kDim);
+    }
+  } else {
+    for (int row = first; row < kDim; row += step) {
+      CopyAsync16(shared + RotationOffset<kDim>(row, unit), from + row * kDim);
+    }
   }
 }
 __device__ __forceinline__ void ShareRotation() {

@@ -128,8 +128,8 @@ template <int kDim>
 inline constexpr int kTileStep = 256 / kDim;
 template <typename Element>
 struct TileRows {
-  Element* row;    // With a stride the first row, otherwise that of token lane % kTileTokens
-  int64_t stride;  // 0: none
+  Element* row;    // With a stride the first of part lane / 16, otherwise that of token lane
+  int64_t stride;  // Inside a part; 0: none
   uint32_t there;  // Bit r: row r is there. All of them, or none, with a stride
 };
 
@@ -138,10 +138,13 @@ template <int kDim, typename Element>
 __device__ __forceinline__ TileRows<Element> FindTileRows(const RowFinder<Element>& finder,
                                                           uint32_t first, uint32_t tokens,
                                                           int lane) {
-  const int64_t stride = finder.Stride(kTileTokens<kDim>);
+  const int64_t stride = finder.Stride(16);
   if (stride != 0 && first + kTileTokens<kDim> <= tokens) {
-    const bool left_out = finder.IsLeftOut(first);
-    return {finder.Row(first), stride, left_out ? 0 : 0xffffffffu};
+    const uint32_t part = first + 16 * (lane / 16 % kTileParts<kDim>);
+    const bool left_out = finder.IsLeftOut(part);
+    const bool any = kTileParts<kDim> == 1 ? left_out : __any_sync(kAllLanes, left_out);
+    const bool all = kTileParts<kDim> == 1 ? left_out : __all_sync(kAllLanes, left_out);
+    if (any == all) return {finder.Row(part), stride, all ? 0 : 0xffffffffu};
   }
   const uint32_t token = first + lane % kTileTokens<kDim>;
   const bool is_there = token < tokens && !finder.IsLeftOut(token);
@@ -154,7 +157,7 @@ __device__ __forceinline__ TileRows<Element> FindTileRows(const RowFinder<Elemen
 
 // Calls at(r, the lane's 16 bytes of row r + lane / (32 / kTileStep)) for r = 0, kTileStep, ... In
 // the place of a row that is not there it gives another one of the tile. kHasStride: known to have
-// one.
+// one, the same through the tile.
 template <int kDim, bool kHasStride, typename Element, typename At>
 __device__ __forceinline__ void ForEachTileRow(const TileRows<Element>& rows, int lane, At at) {
   constexpr int kUnits = kDim / 8;
@@ -162,10 +165,14 @@ __device__ __forceinline__ void ForEachTileRow(const TileRows<Element>& rows, in
   const int channel = lane % kUnits * 8;
   if (!kHasStride && rows.there == 0) return;
   if (kHasStride || rows.stride != 0) {
-    Element* row = rows.row + first_row * rows.stride + channel;
+    const int64_t from_part = first_row * rows.stride + channel;
     const int64_t step = kTileStep<kDim> * rows.stride;
+    Element* row = rows.row + from_part;
 #pragma unroll
     for (int r = 0; r < kTileTokens<kDim>; r += kTileStep<kDim>) {
+      if (!kHasStride && kTileParts<kDim> == 2 && r % 16 == 0) {
+        row = ShufflePointer(rows.row, r) + from_part;
+      }
       at(r, row);
       row += step;
     }
@@ -213,8 +220,8 @@ __device__ __forceinline__ void StoreTile(const SharedRows& tile,
 #pragma unroll 1
   for (int r = 0; r < kTileTokens<kDim>; r += kTileStep<kDim>) {
     const int row = r + lane / kUnits;
-    __nv_bfloat16* const to =
-        rows.stride != 0 ? rows.row + row * rows.stride : ShufflePointer(rows.row, row);
+    __nv_bfloat16* const of_row = ShufflePointer(rows.row, rows.stride != 0 ? row & ~15 : row);
+    __nv_bfloat16* const to = of_row + row % 16 * rows.stride;
     if ((rows.there >> row & 1) != 0) store(r, to + lane % kUnits * 8);
   }
 }

@@ -140,9 +140,9 @@ TEST_F(SearchTest, TheSettledClipIsLeftOnlyForAGainOfMoreThanOneWindow) {
   const auto in_one = search(loud);
   ASSERT_TRUE(in_one.ok()) << in_one.status();
   EXPECT_EQ(in_one->clip_rank, 40u);
-  const auto judged = loud.JudgeWindows(KvTensor::kValues, {.rotation = in_all->rotation.data(),
-                                                            .group_size = 64,
-                                                            .clip_rank = in_all->clip_rank});
+  const auto judged = loud.JudgeWindows(
+      KvTensor::kValues,
+      {.rotation = in_all->rotation.data(), .group_size = 64, .clip_rank = in_all->clip_rank});
   ASSERT_TRUE(judged.ok()) << judged.status();
   double all = 0;
   for (const SquaredError& window : *judged) all += window.error;

@@ -95,7 +95,8 @@ class DequantizeCudaTest : public CudaTest {
                                .rotations = rotations,
                                .k = PlainRows(AsMutableBf16(k_out), c.tokens(), c.heads, c.dim),
                                .v = PlainRows(AsMutableBf16(v_out), c.tokens(), c.heads, c.dim),
-                               .tokens = {}},
+                               .tokens = {},
+                               .early_inputs = c.dim == c.group},
                               stream_));
     Wait();
     *k = k_out.Read();
@@ -106,7 +107,7 @@ class DequantizeCudaTest : public CudaTest {
 TEST_F(DequantizeCudaTest, HasTheBitsOfTheScalarTwin) {
   for (const uint32_t dim : {64u, 128u, 256u}) {
     for (uint32_t group = 32; group <= dim; group *= 2) {
-      const Case c = {.dim = dim, .group = group};
+      const Case c = {.heads = group == 32 ? 4u : 3u, .dim = dim, .group = group};
       const Data data(c, dim + group);
       std::vector<uint16_t> k, v, run_k, run_v;
       Dequantize(data, {}, &k, &v);
@@ -145,9 +146,12 @@ std::vector<CacheLayout> LayoutsOf(int64_t page_tokens, int64_t heads, int64_t d
           {"HND packed", dim, page_tokens * dim, 2 * half, half}};
 }
 
-// Blocks in any order through a table (one is left out), out to pages of an engine in any order.
-TEST_F(DequantizeCudaTest, WritesTheCacheLayoutsOfEngines) {
-  const Case c = {.layers = 1, .heads = 2, .dim = 128, .group = 64, .blocks = 4};
+// Blocks in any order through a table (one is left out), out to pages of an engine in any order
+// (one is left out).
+class CacheLayoutCudaTest : public CudaTest, public testing::WithParamInterface<Case> {};
+
+TEST_P(CacheLayoutCudaTest, HasTheRowsWhereTheEngineHasThem) {
+  const Case& c = GetParam();
   const Data data(c, 3);
   const OnDevice<uint8_t> pages(data.pages);
   const std::vector<int32_t> blocks = {2, 0, -1, 3};
@@ -159,6 +163,7 @@ TEST_F(DequantizeCudaTest, WritesTheCacheLayoutsOfEngines) {
     for (int64_t i = 0; i < used; ++i) {
       page_table.push_back(static_cast<int32_t>((i * 3 + 2) % pages_count));
     }
+    page_table[1] = -1;
     const OnDevice<int32_t> table(page_table);
     for (const CacheLayout& layout : LayoutsOf(page_tokens, c.heads, c.dim)) {
       SCOPED_TRACE(testing::Message() << layout.name << ", pages of " << page_tokens);
@@ -192,7 +197,7 @@ TEST_F(DequantizeCudaTest, WritesTheCacheLayoutsOfEngines) {
       for (uint32_t i = 0; i < c.tokens() * c.heads; ++i) {
         const uint32_t token = i / c.heads;
         const uint32_t head = i % c.heads;
-        if (blocks[token / 64] < 0) continue;
+        if (blocks[token / 64] < 0 || page_table[token / page_tokens] < 0) continue;
         data.Rows(blocks[token / 64], 0, head, &run_k, &run_v);
         const int64_t at = page_table[token / page_tokens] * layout.page_elements +
                            token % page_tokens * layout.token_stride + head * layout.head_stride;
@@ -204,6 +209,15 @@ TEST_F(DequantizeCudaTest, WritesTheCacheLayoutsOfEngines) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, CacheLayoutCudaTest,
+    testing::Values(Case{.layers = 1, .heads = 2, .dim = 128, .group = 64, .blocks = 4},
+                    Case{.layers = 1, .heads = 3, .dim = 64, .group = 64, .blocks = 4},
+                    Case{.layers = 1, .heads = 4, .dim = 64, .group = 32, .blocks = 4}),
+    [](const auto& info) {
+      return "Heads" + std::to_string(info.param.heads) + "Dim" + std::to_string(info.param.dim);
+    });
 
 TEST_F(DequantizeCudaTest, WritesTokensToTheirSlotsAndLeavesOutTheRest) {
   const Case c = {.layers = 1, .heads = 1, .dim = 64, .group = 64, .blocks = 2};
