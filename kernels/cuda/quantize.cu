@@ -5,8 +5,8 @@
 // are the instructions, about 1,150 a warp for 16 rows of 128, 0.5 of which are issued a clock:
 // a third for the codes, a third for the threshold and its 4 steps of dependent counts. The ALU is
 // half busy; by stall samples a fifth of the time goes to the product, a fifth to the counts.
-// Reached on an H200 at d 128: 560 us for 36 layers of 8,192 tokens in one launch (58 % of the copy
-// rate), 20.6 us for one layer (44 %), 17.7 us (51 %) with early inputs.
+// Reached on an H200 at d 128: 563 us for 36 layers of 8,192 tokens in one launch (58 % of the copy
+// rate), 20.7 us for one layer (44 %), 17.8 us (51 %) with early inputs.
 //
 // A warp takes a tile (row_tile.cuh) of one half of one head from its load to its bytes, in
 // registers; four warps, a group, rotate their tiles together. The next tile's load goes on
