@@ -20,8 +20,8 @@ SquaredError Sum(const std::vector<SquaredError>& windows) {
 }
 
 // Whether `better` errs less than `worse` by more than kGainErrors standard errors of the sum of
-// the windows' differences. One window tells nothing of how they vary: it is taken at its word; and
-// what is worse without being finite is worse.
+// the windows' differences. One window tells nothing of how they vary: it is taken at its word. An
+// error that is not finite is worse.
 bool IsBeyondChance(const std::vector<SquaredError>& worse,
                     const std::vector<SquaredError>& better) {
   const size_t count = worse.size();
@@ -80,6 +80,7 @@ class Search {
   bool found_ = false;
   SquaredError tried_;  // The last one judged.
   FoundRotation best_;
+  std::vector<SquaredError> best_windows_;  // Whose sum is best_'s error.
 };
 
 absl::StatusOr<std::vector<SquaredError>> Search::JudgeWindows(
@@ -116,6 +117,7 @@ absl::Status Search::Try(const Matrix& rotation, const std::vector<WeightedRows>
     tried_ = error;
     if (found_ && error.error >= best_.error.error) continue;
     found_ = true;
+    best_windows_ = windows;
     best_ = {
         .start = start, .refined = refined, .rotation = bits, .clip_rank = *rank, .error = error};
   }
@@ -126,11 +128,9 @@ absl::StatusOr<FoundRotation> Search::Settle() {
   if (!options_.settled_rank.has_value() || best_.clip_rank == *options_.settled_rank) return best_;
   OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> settled,
                        JudgeWindows(best_.rotation, *options_.settled_rank));
-  OKV_ASSIGN_OR_RETURN(const std::vector<SquaredError> best,
-                       JudgeWindows(best_.rotation, best_.clip_rank));
   const SquaredError error = Sum(settled);
   const bool worth_it = !(error.error * (1 - kClipWorthLeaving) <= best_.error.error);
-  if (worth_it && IsBeyondChance(settled, best)) return best_;
+  if (worth_it && IsBeyondChance(settled, best_windows_)) return best_;
   best_.clip_rank = *options_.settled_rank;
   best_.error = error;
   return best_;

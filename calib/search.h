@@ -36,6 +36,9 @@ struct SearchOptions {
 // Values' errors hardly depend on the clip near their best: without this, fitted clips left 0.997
 // of the recipe's error in the mean of six layers, and 1.018 on the worst, on text of neither.
 inline constexpr double kClipWorthLeaving = 0.02;
+// Differences by chance pass it in 3 % of cases with 20 windows, 5 % with 6, 15 % with 2. On text
+// of two kinds, without it and with one kind behind the other, the worst of 30 layers was 1.020;
+// with it 1.000.
 inline constexpr double kGainErrors = 2;
 
 // The most rotations that a search begins with.

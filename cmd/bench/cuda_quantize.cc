@@ -87,12 +87,14 @@ cudaError_t QueueDemote(const CodecData& data, const cuda::DeviceBuffer& pool,
 // The first and the last block's runs of the last layer against the twin, from rotated rows of the
 // GPU.
 absl::Status CheckSample(const CodecData& data, const cuda::DeviceBuffer& k_out,
-                         const cuda::DeviceBuffer& v_out) {
+                         const cuda::DeviceBuffer& v_out, bool early) {
   const CudaCodecOptions& options = data.options;
   const PageLayout layout = options.layout();
   const uint32_t layer = options.layers - 1;
   OKV_RETURN_IF_ERROR(
-      CudaStatus(QueueQuantize(data, 0, options.layers, true, false, nullptr), "quantize"));
+      CudaStatus(cudaMemset(data.pages.data(), 0, data.pages.bytes()), "clearing the pages"));
+  OKV_RETURN_IF_ERROR(
+      CudaStatus(QueueQuantize(data, 0, options.layers, true, early, nullptr), "quantize"));
   OKV_RETURN_IF_ERROR(CudaStatus(QueueRotate(data, k_out, v_out, layer, 1, nullptr), "rotate"));
   OKV_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "the first launches"));
   const size_t row = size_t{options.kv_heads} * options.head_dim;
@@ -141,7 +143,9 @@ absl::StatusOr<CudaBenchReport> RunCudaQuantize(const CudaCodecOptions& options)
   OKV_ASSIGN_OR_RETURN(const CodecData data, CodecData::Make(options));
   OKV_ASSIGN_OR_RETURN(const cuda::DeviceBuffer k_out, AllocateDevice(data.k.bytes()));
   OKV_ASSIGN_OR_RETURN(const cuda::DeviceBuffer v_out, AllocateDevice(data.v.bytes()));
-  OKV_RETURN_IF_ERROR(CheckSample(data, k_out, v_out));
+  for (const bool early : {false, true}) {
+    OKV_RETURN_IF_ERROR(CheckSample(data, k_out, v_out, early));
+  }
   const PageLayout layout = options.layout();
   OKV_ASSIGN_OR_RETURN(
       const cuda::DeviceBuffer pool,

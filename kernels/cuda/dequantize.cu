@@ -15,7 +15,8 @@
 namespace okv::cuda {
 namespace {
 
-// d 256 has 128 KiB of rotation, and twice the registers for a row.
+// d 256 has 128 KiB of rotation, and twice the registers for a row. Blocks of one group with a
+// rotation: 405 us for 422 with two (d 128, all layers).
 template <int kDim, bool kRotate>
 using DequantizeShape = std::conditional_t<kRotate && kDim <= 128, RowShape<4, 4>,
                                            RowShape<8, (kRotate ? 2 : 4) / (kDim == 256 ? 2 : 1)>>;

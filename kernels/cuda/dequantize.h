@@ -25,14 +25,16 @@ struct DequantizePagesParams {
   PagedRows v;
   TokenMap tokens;
 
-  // As QuantizePagesParams::early_inputs: pages, maps, table and rotations.
+  // As QuantizePagesParams::early_inputs: pages, maps, table and rotations. A layer of 8,192 tokens
+  // takes about 1 us less; at d 256 in the model's basis 1 us more.
   bool early_inputs = false;
 };
 
 // int2 pages to bf16 rows of an engine's own cache: x = offset + scale * code in fp32 (one
 // multiply, one add), rounded to bf16: the bits of okv::DequantizeRun. With rotations these x,
 // rounded, are multiplied by R^T with fp32 sums. Tokens left out by the map or by a negative block
-// slot are not written. Queues one kernel on `stream` and returns without waiting.
+// slot are not written. Queues one kernel on `stream`, none where blocks_count is 0, and returns
+// without waiting.
 // cudaErrorInvalidValue for an unsupported shape or a misaligned pointer or stride.
 [[nodiscard]] cudaError_t DequantizePages(const DequantizePagesParams& params, cudaStream_t stream);
 

@@ -55,17 +55,19 @@ struct QuantizePagesParams {
   // is here.
   uint64_t* bad_row;
 
-  // The kernel in front on the stream writes nothing that is read here (rows, maps, the count,
-  // rotations, ranks, table): it is read before that kernel has ended. Saves 3 us of a launch.
+  // All that is read here (rows, maps, the count, rotations, ranks, table) was complete before the
+  // kernel in front on the stream began, and is read before that one has ended. REQUIRES: that
+  // kernel, if it may begin before its own predecessor has ended, waits for it before it lets this
+  // one start, as all kernels here do. 8,192 tokens of a layer take 1 to 5 us less.
   bool early_inputs = false;
 };
 
 // Seals blocks: y = bf16(x R) by tensor cores with fp32 sums, then the codec's rule: y gives the
-// bytes that okv::QuantizeRun gives for it. Queues one kernel on `stream` and returns without
-// waiting; a captured graph follows the tables, tokens_count and clip ranks. cudaErrorInvalidValue
-// for an unsupported shape or a misaligned pointer or stride.
-// A row with NaN or Inf, or with a range or scale that bf16 cannot hold, is reported in *bad_row:
-// the content of its run is then unspecified, and the caller stores nothing of the launch.
+// bytes that okv::QuantizeRun gives for it. Queues one kernel on `stream`, none where blocks_count
+// is 0, and returns without waiting; a captured graph follows the tables, tokens_count and clip
+// ranks. cudaErrorInvalidValue for an unsupported shape or a misaligned pointer or stride. A row
+// with NaN or Inf, or with a range or scale that bf16 cannot hold, is reported in *bad_row: the
+// content of its run is then unspecified, and the caller stores nothing of the launch.
 [[nodiscard]] cudaError_t QuantizePages(const QuantizePagesParams& params, cudaStream_t stream);
 
 }  // namespace okv::cuda

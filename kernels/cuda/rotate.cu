@@ -97,7 +97,7 @@ cudaError_t Launch(const RotateRowsParams& params, RowGrid grid, cudaStream_t st
   return LaunchRows<Shape>(
       params.to_model_basis ? RotateKernel<kDim, true> : RotateKernel<kDim, false>,
       {.fixed = kRotationBytes<kDim>, .warp = (kInPlace<kDim> ? 1 : 2) * kTileBytes<kDim>},
-      kPlainUnitsMax<Shape>, params, grid, stream);
+      kGroupsUnitsMax<Shape>, params, grid, stream);
 }
 
 }  // namespace

@@ -39,11 +39,11 @@ struct RowShape {
 inline constexpr uint32_t kRowBlocksMax = 1u << 25;
 
 // Units of a thread block, at most: more would only make the last wave's imbalance larger, fewer
-// load rotations more often.
+// load rotations more often. By groups, or by tokens.
 template <class Shape>
-inline constexpr uint32_t kPlainUnitsMax = 8 * Shape::kThreads / 128;
+inline constexpr uint32_t kGroupsUnitsMax = 8 * Shape::kThreads / 128;
 template <int kDim>
-inline constexpr uint32_t kRotatedUnitsMax = 1024 / kUnitTokens<kDim>;
+inline constexpr uint32_t kTokensUnitsMax = 1024 / kUnitTokens<kDim>;
 
 struct RowGrid {
   uint32_t layers_count;
@@ -92,7 +92,8 @@ __device__ __forceinline__ const __nv_bfloat16* RotationOf(const Rotations& rota
   return base + (static_cast<int64_t>(work.layer) * rotations.rotation_heads + head) * dim * dim;
 }
 
-// Lets the next kernel start only now: what that one does not wait for ended before this one began.
+// The next kernel may start only when the one before this has ended: it may read what is older than
+// this one, which may have begun before.
 __device__ __forceinline__ void WaitAndLetStart() {
   WaitForKernelBefore();
   LetNextKernelStart();
@@ -162,7 +163,8 @@ inline bool AreRotations(const Rotations& rotations, uint32_t kv_heads) {
 
 // Launches kernel(params, grid) over the units of `grid`, whose block_units it chooses: so that one
 // wave of thread blocks does all, up to units_max units each. The kernel may start before the one
-// before it on the stream has ended: it waits for that before it touches memory, or what it says.
+// before it on the stream has ended: it waits for that before it touches memory, but for what is
+// said to be early.
 template <class Shape, typename Params>
 cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& shared,
                        uint32_t units_max, const Params& params, RowGrid grid,
@@ -172,6 +174,7 @@ cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& share
   int sms = 0;
   int major = 0;
   int shared_max = 0;
+  int shared_of_sm = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
@@ -180,6 +183,9 @@ cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& share
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&shared_max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
+  error =
+      cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error != cudaSuccess) return error;
   uint32_t groups = Shape::kThreads / 128;
   while (groups > 1 && shared.Of(groups) > static_cast<uint32_t>(shared_max)) --groups;
   error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -187,7 +193,12 @@ cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& share
                                static_cast<int>(shared.Of(groups)));
   if (error != cudaSuccess) return error;
   const uint64_t pairs = static_cast<uint64_t>(grid.kv_heads) * grid.halves;
-  const uint64_t resident_blocks = static_cast<uint64_t>(sms) * Shape::kBlocks;
+  // A block takes 1 KiB more than it asks for; a smaller GPU holds fewer than the kernel allows.
+  const uint32_t blocks_of_sm = static_cast<uint32_t>(shared_of_sm) / (shared.Of(groups) + 1024);
+  const uint64_t resident_blocks =
+      static_cast<uint64_t>(sms) * (blocks_of_sm == 0               ? 1
+                                    : blocks_of_sm < Shape::kBlocks ? blocks_of_sm
+                                                                    : Shape::kBlocks);
   const uint64_t all_units = pairs * grid.layers_count * grid.units;
   const uint64_t block_units = (all_units + resident_blocks - 1) / resident_blocks;
   grid.block_units = block_units < units_max ? static_cast<uint32_t>(block_units) : units_max;
@@ -216,7 +227,7 @@ cudaError_t LaunchGroups(const Params& params, const RowGrid& grid, cudaStream_t
       return LaunchRows<Shape>(
           Instance::kFunction,
           {.fixed = kRotate ? kRotationBytes<kDim> : 0, .warp = kTileBytes<kDim>},
-          kRotate ? kRotatedUnitsMax<kDim> : kPlainUnitsMax<Shape>, params, grid, stream);
+          kRotate ? kTokensUnitsMax<kDim> : kGroupsUnitsMax<Shape>, params, grid, stream);
     };
     return params.rotations.k == nullptr ? rotated.template operator()<false>()
                                          : rotated.template operator()<true>();

@@ -128,9 +128,11 @@ template <int kDim>
 inline constexpr int kTileStep = 256 / kDim;
 template <typename Element>
 struct TileRows {
-  Element* row;    // With a stride the first of part lane / 16, otherwise that of token lane
+  // With a stride the first of the lane's part (lane / 16 % kTileParts), otherwise that of token
+  // lane % kTileTokens.
+  Element* row;
   int64_t stride;  // Inside a part; 0: none
-  uint32_t there;  // Bit r: row r is there. All of them, or none, with a stride
+  uint32_t there;  // Bit r: row r is there. With a stride all of them, or none, as found
 };
 
 // The rows of tokens [first, first + kTileTokens), those from `tokens` on are not there.

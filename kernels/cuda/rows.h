@@ -58,8 +58,9 @@ using Pages = PagesOf<uint8_t>;
 using ConstPages = PagesOf<const uint8_t>;
 
 // Rotations of a launch, row-major: k and v are [layers, rotation_heads, head_dim, head_dim] bf16,
-// rotation_heads 1 or kv_heads. Both null: no rotation. early: the kernel in front on the stream
-// does not write them, so that they may be loaded before it has ended.
+// rotation_heads 1 or kv_heads. Both null: no rotation. early: they were complete before the kernel
+// in front on the stream began, and may be loaded before it has ended (REQUIRES: of that kernel,
+// what QuantizePagesParams::early_inputs does).
 struct Rotations {
   const __nv_bfloat16* k;
   const __nv_bfloat16* v;

@@ -78,8 +78,8 @@ cuda::ConstPages PagesOf(const Case& c, const OnDevice<uint8_t>& pages, const in
 class DequantizeCudaTest : public CudaTest {
  protected:
   // Into [layers, tokens, heads, dim].
-  void Dequantize(const Data& data, const cuda::Rotations& rotations, std::vector<uint16_t>* k,
-                  std::vector<uint16_t>* v) {
+  void Dequantize(const Data& data, const cuda::Rotations& rotations, bool early_inputs,
+                  std::vector<uint16_t>* k, std::vector<uint16_t>* v) {
     const Case& c = data.shape;
     const size_t elements = size_t{c.layers} * c.tokens() * c.heads * c.dim;
     const OnDevice<uint8_t> pages(data.pages);
@@ -96,7 +96,7 @@ class DequantizeCudaTest : public CudaTest {
                                .k = PlainRows(AsMutableBf16(k_out), c.tokens(), c.heads, c.dim),
                                .v = PlainRows(AsMutableBf16(v_out), c.tokens(), c.heads, c.dim),
                                .tokens = {},
-                               .early_inputs = c.dim == c.group},
+                               .early_inputs = early_inputs},
                               stream_));
     Wait();
     *k = k_out.Read();
@@ -110,7 +110,7 @@ TEST_F(DequantizeCudaTest, HasTheBitsOfTheScalarTwin) {
       const Case c = {.heads = group == 32 ? 4u : 3u, .dim = dim, .group = group};
       const Data data(c, dim + group);
       std::vector<uint16_t> k, v, run_k, run_v;
-      Dequantize(data, {}, &k, &v);
+      Dequantize(data, {}, /*early_inputs=*/dim == group, &k, &v);
       if (HasFatalFailure()) return;
       for (uint32_t i = 0; i < c.blocks * c.layers * c.heads; ++i) {
         const uint32_t block = i / (c.layers * c.heads);
@@ -276,7 +276,12 @@ float ErrorOf(const std::vector<uint16_t>& rows, size_t first, size_t stride,
 }
 
 TEST_F(DequantizeCudaTest, InTheModelsBasisItIsNearFloat64) {
-  for (const uint32_t dim : {64u, 128u, 256u}) {
+  for (uint32_t i = 0; i < 9; ++i) {
+    const uint32_t dim = 64 << i / 3;
+    const bool early_rotations = i % 3 == 1;
+    const bool early_inputs = i % 3 == 2;
+    SCOPED_TRACE(testing::Message() << "d " << dim << ", early rotations " << early_rotations
+                                    << ", early inputs " << early_inputs);
     const Case c = {.layers = 2, .heads = 2, .dim = dim, .group = dim, .blocks = 2};
     const Data data(c, 5 + dim);
     const uint32_t rotation_heads = dim == 128 ? 1 : 2;
@@ -292,22 +297,22 @@ TEST_F(DequantizeCudaTest, InTheModelsBasisItIsNearFloat64) {
                {.k = AsBf16(device_r_k),
                 .v = AsBf16(device_r_v),
                 .rotation_heads = rotation_heads,
-                .early = dim != 64},
-               &k, &v);
+                .early = early_rotations},
+               early_inputs, &k, &v);
     if (HasFatalFailure()) return;
-    for (uint32_t i = 0; i < 8; ++i) {
-      const uint32_t block = i / 4;
-      const uint32_t layer = i / 2 % 2;
-      const uint32_t head = i % 2;
+    for (uint32_t one = 0; one < 8; ++one) {
+      const uint32_t block = one / 4;
+      const uint32_t layer = one / 2 % 2;
+      const uint32_t head = one % 2;
       std::vector<float> run_k(64 * dim), run_v(64 * dim);
       reference::DequantizeRunF32(
-          {.run = &data.pages[i * c.run_bytes()], .dim = dim, .group_size = dim}, run_k.data(),
+          {.run = &data.pages[one * c.run_bytes()], .dim = dim, .group_size = dim}, run_k.data(),
           run_v.data());
       const size_t r =
           size_t{layer * rotation_heads + (rotation_heads == 1 ? 0 : head)} * dim * dim;
       const size_t at = ((size_t{layer} * 128 + block * 64) * 2 + head) * dim;
-      EXPECT_LT(ErrorOf(k, at, 2 * dim, ModelBasis(run_k, &r_k[r], dim), dim), 4e-3f) << i;
-      EXPECT_LT(ErrorOf(v, at, 2 * dim, ModelBasis(run_v, &r_v[r], dim), dim), 4e-3f) << i;
+      EXPECT_LT(ErrorOf(k, at, 2 * dim, ModelBasis(run_k, &r_k[r], dim), dim), 4e-3f) << one;
+      EXPECT_LT(ErrorOf(v, at, 2 * dim, ModelBasis(run_v, &r_v[r], dim), dim), 4e-3f) << one;
     }
   }
 }

@@ -1,5 +1,5 @@
 // A launch with early inputs begins while the kernel in front still runs: what that one reads must
-// not change under it.
+// not change under it, and what is older than that one must be there.
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -23,35 +23,39 @@ using Rows = OnDevice<uint16_t>;  // [tokens, heads, dim]
 using Runs = OnDevice<uint8_t>;   // [blocks, heads] runs
 
 // A block's other end of the pool.
-std::vector<int32_t> Backwards() {
+std::vector<int32_t> Backwards(uint32_t blocks) {
   std::vector<int32_t> table;
-  for (uint32_t b = 0; b < kBlocks; ++b) table.push_back(static_cast<int32_t>(kBlocks - 1 - b));
+  for (uint32_t b = 0; b < blocks; ++b) table.push_back(static_cast<int32_t>(blocks - 1 - b));
   return table;
 }
 
-// Launches over kBlocks blocks of one layer. What is written lies in the opposite order of what is
+// Launches over the blocks of one layer. What is written lies in the opposite order of what is
 // read: a launch begins to write where the one in front of it, which reads there, is at its end.
 class Launches {
  public:
-  Launches(uint32_t dim, cudaStream_t stream)
-      : dim_(dim), stream_(stream), table_(Backwards()), bad_row_({cuda::kNoBadRow}) {}
+  Launches(uint32_t dim, uint32_t blocks, cudaStream_t stream)
+      : dim_(dim),
+        blocks_(blocks),
+        stream_(stream),
+        table_(Backwards(blocks)),
+        bad_row_({cuda::kNoBadRow}) {}
 
-  size_t elements() const { return size_t{kBlocks} * 64 * kHeads * dim_; }
+  size_t elements() const { return size_t{blocks_} * 64 * kHeads * dim_; }
   Rows RandomRows(uint64_t seed) const {
     Lcg lcg(seed);
     return Rows(RandomBf16(&lcg, elements(), 1.0f));
   }
   Rows NoRows() const { return Rows(std::vector<uint16_t>(elements())); }
-  Runs NoPages() const { return Runs(std::vector<uint8_t>(kBlocks * block_bytes())); }
+  Runs NoPages() const { return Runs(std::vector<uint8_t>(blocks_ * block_bytes())); }
 
   // The rows as K and as V.
   cudaError_t Quantize(const Rows& rows, const Runs& pages, bool early) const {
-    const cuda::ConstPagedRows from = PlainRows(AsBf16(rows), kBlocks * 64, kHeads, dim_);
+    const cuda::ConstPagedRows from = PlainRows(AsBf16(rows), blocks_ * 64, kHeads, dim_);
     return cuda::QuantizePages({.layers_count = 1,
                                 .kv_heads = kHeads,
                                 .head_dim = dim_,
                                 .group_size = dim_,
-                                .blocks_count = kBlocks,
+                                .blocks_count = blocks_,
                                 .tokens_count = nullptr,
                                 .k = from,
                                 .v = from,
@@ -69,7 +73,7 @@ class Launches {
                                stream_);
   }
   cudaError_t Dequantize(const Runs& pages, const Rows& k, const Rows& v, bool early) const {
-    cuda::PagedRows to = PlainRows(AsMutableBf16(k), kBlocks * 64, kHeads, dim_);
+    cuda::PagedRows to = PlainRows(AsMutableBf16(k), blocks_ * 64, kHeads, dim_);
     to.page_tokens = 64;
     to.token_stride = to.page_stride;
     to.page_stride *= 64;
@@ -79,7 +83,7 @@ class Launches {
                                   .kv_heads = kHeads,
                                   .head_dim = dim_,
                                   .group_size = dim_,
-                                  .blocks_count = kBlocks,
+                                  .blocks_count = blocks_,
                                   .pages = {.base = pages.get(),
                                             .block_stride = static_cast<int64_t>(block_bytes()),
                                             .layer_stride = 0,
@@ -98,6 +102,7 @@ class Launches {
   size_t block_bytes() const { return run_bytes() * kHeads; }
 
   const uint32_t dim_;
+  const uint32_t blocks_;
   const cudaStream_t stream_;
   OnDevice<int32_t> table_;
   OnDevice<uint64_t> bad_row_;
@@ -108,7 +113,7 @@ class EarlyInputsCudaTest : public CudaTest {};
 TEST_F(EarlyInputsCudaTest, PagesThatAreReadInFrontAreNotQuantizedInto) {
   for (const uint32_t dim : {64u, 128u, 256u}) {
     SCOPED_TRACE(dim);
-    const Launches launches(dim, stream_);
+    const Launches launches(dim, kBlocks, stream_);
     const Rows rows[] = {launches.RandomRows(dim), launches.RandomRows(dim + 1)};
     const Runs pages = launches.NoPages();
     const Rows k = launches.NoRows();
@@ -134,7 +139,7 @@ TEST_F(EarlyInputsCudaTest, PagesThatAreReadInFrontAreNotQuantizedInto) {
 TEST_F(EarlyInputsCudaTest, RowsThatAreReadInFrontAreNotDequantizedInto) {
   for (const uint32_t dim : {64u, 128u, 256u}) {
     SCOPED_TRACE(dim);
-    const Launches launches(dim, stream_);
+    const Launches launches(dim, kBlocks, stream_);
     const Runs pages[] = {launches.NoPages(), launches.NoPages()};
     const Rows rows = launches.NoRows();
     const Rows others = launches.NoRows();
@@ -153,6 +158,39 @@ TEST_F(EarlyInputsCudaTest, RowsThatAreReadInFrontAreNotDequantizedInto) {
       ASSERT_CUDA_OK(launches.Dequantize(pages[repeat % 2], rows, others, true));
       Wait();
       ASSERT_EQ(out.Read(), expected[1 - repeat % 2]);
+    }
+  }
+}
+
+// The kernel in front is short and begins early too: it must not let the next one start before its
+// own predecessor, which writes what the next one reads, has ended.
+TEST_F(EarlyInputsCudaTest, WhatIsOlderThanTheKernelInFrontIsThere) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const bool early_front : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "d " << dim << ", early in front " << early_front);
+      const Launches launches(dim, kBlocks, stream_);
+      const Launches front(dim, 2, stream_);
+      const Rows front_rows = front.RandomRows(7);
+      const Runs front_pages = front.NoPages();
+      const Rows rows[] = {launches.RandomRows(dim), launches.RandomRows(dim + 1)};
+      const Runs pages = launches.NoPages();
+      const Rows k = launches.NoRows();
+      const Rows v = launches.NoRows();
+      std::vector<uint16_t> expected[2];
+      for (const int i : {0, 1}) {
+        ASSERT_CUDA_OK(launches.Quantize(rows[i], pages, false));
+        ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, false));
+        Wait();
+        expected[i] = k.Read();
+      }
+      for (int repeat = 0; repeat < kRepeats; ++repeat) {
+        ASSERT_CUDA_OK(launches.Quantize(rows[repeat % 2], pages, false));
+        ASSERT_CUDA_OK(front.Quantize(front_rows, front_pages, early_front));
+        ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, true));
+        Wait();
+        ASSERT_EQ(k.Read(), expected[repeat % 2]);
+        ASSERT_EQ(v.Read(), expected[repeat % 2]);
+      }
     }
   }
 }

@@ -151,50 +151,30 @@ TEST_F(RotateCudaTest, APermutationComesOutExactly) {
   }
 }
 
+// What a launch reads before the kernel in front has ended.
+enum class Early { kNothing, kRotations, kInputs };
+
 TEST_F(RotateCudaTest, QuantizePagesQuantizesTheRowsThatRotateRowsWrites) {
   for (const uint32_t dim : {64u, 128u, 256u}) {
-    const Case c = {
-        .layers = 2, .heads = 3, .dim = dim, .tokens = 128, .rotation_heads = dim == 64 ? 3u : 1u};
+    // At d 128 more than a wave: a warp has several tiles.
+    const Case c = {.layers = 2,
+                    .heads = 8,
+                    .dim = dim,
+                    .tokens = dim == 128 ? 4096u : 512u,
+                    .rotation_heads = dim == 64 ? 8u : 1u};
+    const uint32_t blocks = c.tokens / 64;
     const Data data(c, dim + 2);
     std::vector<uint16_t> k, v;
     Rotate(data, false, &k, &v);
     if (HasFatalFailure()) return;
     const size_t run_bytes = OneRun(dim, dim).run_bytes(Codec::kInt2);
     const OnDevice<uint16_t> k_in(data.k), v_in(data.v), r_k(data.r_k), r_v(data.r_v);
-    const OnDevice<uint8_t> pages(std::vector<uint8_t>(2 * c.layers * c.heads * run_bytes));
     const OnDevice<uint32_t> ranks(std::vector<uint32_t>(c.layers * c.heads, dim - 6));
-    const OnDevice<uint64_t> bad_row({cuda::kNoBadRow});
-    const auto stride = [&](size_t runs) { return static_cast<int64_t>(runs * run_bytes); };
-    ASSERT_CUDA_OK(cuda::QuantizePages({.layers_count = c.layers,
-                                        .kv_heads = c.heads,
-                                        .head_dim = dim,
-                                        .group_size = dim,
-                                        .blocks_count = 2,
-                                        .tokens_count = nullptr,
-                                        .k = PlainRows(AsBf16(k_in), c.tokens, c.heads, dim),
-                                        .v = PlainRows(AsBf16(v_in), c.tokens, c.heads, dim),
-                                        .tokens = {},
-                                        .rotations = {.k = AsBf16(r_k),
-                                                      .v = AsBf16(r_v),
-                                                      .rotation_heads = c.rotation_heads,
-                                                      .early = dim != 64},
-                                        .clip_rank_k = ranks.get(),
-                                        .clip_rank_v = ranks.get(),
-                                        .pages = {.base = pages.get(),
-                                                  .block_stride = stride(c.layers * c.heads),
-                                                  .layer_stride = stride(c.heads),
-                                                  .head_stride = stride(1),
-                                                  .table = nullptr},
-                                        .bad_row = bad_row.get()},
-                                       stream_));
-    Wait();
-    const std::vector<uint8_t> made = pages.Read();
-    EXPECT_EQ(bad_row.Read()[0], cuda::kNoBadRow);
-    std::vector<uint8_t> run(run_bytes);
-    for (uint32_t i = 0; i < 2 * c.layers * c.heads; ++i) {
-      const uint32_t block = i / (c.layers * c.heads);
-      const uint32_t layer = i / c.heads % c.layers;
-      const size_t at = data.RowAt(layer, block * 64, i % c.heads);
+    const uint32_t runs_count = blocks * c.layers * c.heads;
+    std::vector<uint8_t> wanted(runs_count * run_bytes);
+    for (uint32_t i = 0; i < runs_count; ++i) {
+      const size_t at =
+          data.RowAt(i / c.heads % c.layers, i / (c.layers * c.heads) * 64, i % c.heads);
       BadRow bad;
       ASSERT_TRUE(reference::QuantizeRun({.k = &k[at],
                                           .v = &v[at],
@@ -203,10 +183,40 @@ TEST_F(RotateCudaTest, QuantizePagesQuantizesTheRowsThatRotateRowsWrites) {
                                           .group_size = dim,
                                           .clip_rank_k = dim - 6,
                                           .clip_rank_v = dim - 6},
-                                         run.data(), &bad)
+                                         &wanted[i * run_bytes], &bad)
                       .ok());
-      EXPECT_EQ(std::memcmp(&made[i * run_bytes], run.data(), run_bytes), 0)
-          << "d " << dim << ", run " << i;
+    }
+    const auto stride = [&](size_t runs) { return static_cast<int64_t>(runs * run_bytes); };
+    for (const Early early : {Early::kNothing, Early::kRotations, Early::kInputs}) {
+      SCOPED_TRACE(testing::Message() << "d " << dim << ", early " << static_cast<int>(early));
+      const OnDevice<uint8_t> pages(std::vector<uint8_t>(wanted.size()));
+      const OnDevice<uint64_t> bad_row({cuda::kNoBadRow});
+      ASSERT_CUDA_OK(cuda::QuantizePages({.layers_count = c.layers,
+                                          .kv_heads = c.heads,
+                                          .head_dim = dim,
+                                          .group_size = dim,
+                                          .blocks_count = blocks,
+                                          .tokens_count = nullptr,
+                                          .k = PlainRows(AsBf16(k_in), c.tokens, c.heads, dim),
+                                          .v = PlainRows(AsBf16(v_in), c.tokens, c.heads, dim),
+                                          .tokens = {},
+                                          .rotations = {.k = AsBf16(r_k),
+                                                        .v = AsBf16(r_v),
+                                                        .rotation_heads = c.rotation_heads,
+                                                        .early = early == Early::kRotations},
+                                          .clip_rank_k = ranks.get(),
+                                          .clip_rank_v = ranks.get(),
+                                          .pages = {.base = pages.get(),
+                                                    .block_stride = stride(c.layers * c.heads),
+                                                    .layer_stride = stride(c.heads),
+                                                    .head_stride = stride(1),
+                                                    .table = nullptr},
+                                          .bad_row = bad_row.get(),
+                                          .early_inputs = early == Early::kInputs},
+                                         stream_));
+      Wait();
+      EXPECT_EQ(bad_row.Read()[0], cuda::kNoBadRow);
+      EXPECT_EQ(pages.Read(), wanted);
     }
   }
 }
@@ -265,6 +275,67 @@ TEST_F(RotateCudaTest, WritesWindowsThroughSlots) {
     }
   }
   EXPECT_TRUE(kernels_test::SameBits(pool.Read(), wanted));
+}
+
+// Out of an engine's cache: pages of 16 tokens, or a slot a token; some are left out.
+TEST_F(RotateCudaTest, TakesTokensFromPagesAndSlotsAndLeavesOutTheRest) {
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    const Case c = {.layers = 1, .heads = 2, .dim = dim, .tokens = 96, .rotation_heads = 1};
+    const Data data(c, dim + 7);
+    std::vector<uint16_t> k, v;
+    Rotate(data, false, &k, &v);
+    if (HasFatalFailure()) return;
+    for (const uint32_t page_tokens : {16u, 1u}) {
+      SCOPED_TRACE(testing::Message() << "d " << dim << ", pages of " << page_tokens);
+      const std::vector<int32_t> pages = {4, 1, -1, 0, 5, 2};
+      std::vector<int32_t> places;  // Of tokens, in both
+      for (int32_t t = 0; t < 96; ++t) {
+        const int32_t page = pages[static_cast<size_t>(t) / 16];
+        const int32_t slot = t % 7 == 3 ? -1 : (t * 11 + 5) % 96;
+        places.push_back(page_tokens == 1 ? slot : page < 0 ? -1 : page * 16 + t % 16);
+      }
+      const size_t row = size_t{c.heads} * dim;
+      std::vector<uint16_t> cache_k(96 * row, kPoison), cache_v = cache_k;
+      std::vector<uint16_t> wanted_k = cache_k, wanted_v = cache_k;
+      for (size_t t = 0; t < 96; ++t) {
+        if (places[t] < 0) continue;
+        const size_t place = static_cast<size_t>(places[t]);
+        std::copy_n(&data.k[t * row], row, &cache_k[place * row]);
+        std::copy_n(&data.v[t * row], row, &cache_v[place * row]);
+        std::copy_n(&k[t * row], row, &wanted_k[t * row]);
+        std::copy_n(&v[t * row], row, &wanted_v[t * row]);
+      }
+      const OnDevice<uint16_t> k_in(cache_k), v_in(cache_v), r_k(data.r_k), r_v(data.r_v);
+      const OnDevice<uint16_t> k_out(std::vector<uint16_t>(96 * row, kPoison));
+      const OnDevice<uint16_t> v_out(std::vector<uint16_t>(96 * row, kPoison));
+      const OnDevice<int32_t> map(page_tokens == 1 ? places : pages);
+      cuda::ConstPagedRows from = PlainRows(AsBf16(k_in), 96, c.heads, dim);
+      from.page_tokens = page_tokens;
+      from.token_stride = from.page_stride;
+      from.page_stride *= page_tokens;
+      cuda::ConstPagedRows from_v = from;
+      from_v.base = AsBf16(v_in);
+      ASSERT_CUDA_OK(
+          cuda::RotateRows({.layers_count = 1,
+                            .kv_heads = c.heads,
+                            .head_dim = dim,
+                            .tokens_count = 96,
+                            .tokens_count_device = nullptr,
+                            .k = from,
+                            .v = from_v,
+                            .tokens = {.slots = page_tokens == 1 ? map.get() : nullptr,
+                                       .pages = page_tokens == 1 ? nullptr : map.get()},
+                            .rotations = {.k = AsBf16(r_k), .v = AsBf16(r_v), .rotation_heads = 1},
+                            .to_model_basis = false,
+                            .k_out = PlainRows(AsMutableBf16(k_out), 96, c.heads, dim),
+                            .v_out = PlainRows(AsMutableBf16(v_out), 96, c.heads, dim),
+                            .tokens_out = {}},
+                           stream_));
+      Wait();
+      EXPECT_TRUE(kernels_test::SameBits(k_out.Read(), wanted_k));
+      EXPECT_TRUE(kernels_test::SameBits(v_out.Read(), wanted_v));
+    }
+  }
 }
 
 TEST_F(RotateCudaTest, MayWriteOverTheRowsThatItReads) {
