@@ -38,7 +38,12 @@ absl::StatusOr<double> RunPerftest(const PerftestOptions& options) {
       // Else it would inherit what this process's transport has set for itself.
       {"UCX_TCP_PUT_ENABLE", options.service_terms ? "n" : "y"},
       {"UCX_TCP_RX_SEG_SIZE", options.service_terms ? "512K" : "64K"}};
-  if (options.service_terms) environment.emplace_back("UCX_MM_ERROR_HANDLING", "y");
+  if (options.service_terms) {
+    environment.emplace_back("UCX_MM_ERROR_HANDLING", "y");
+  } else {  // UCX's own, whatever SetUcxEnvironment() made of them in this process.
+    environment.emplace_back("UCX_TCP_TX_SEG_SIZE", "8K");
+    environment.emplace_back("UCX_ZCOPY_THRESH", "auto");
+  }
   ChildOptions server_options = {.argv = {options.program, "-p", absl::StrCat(port)},
                                  .environment = environment,
                                  .output_path = absl::StrCat(options.output_path, ".server")};
