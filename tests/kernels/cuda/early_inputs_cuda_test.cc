@@ -108,24 +108,37 @@ class Launches {
   OnDevice<uint64_t> bad_row_;
 };
 
+// Two sets of rows, and what comes out of their pages.
+struct TwoSets {
+  explicit TwoSets(const Launches& launches)
+      : rows{launches.RandomRows(1), launches.RandomRows(2)},
+        pages(launches.NoPages()),
+        k(launches.NoRows()),
+        v(launches.NoRows()) {
+    for (const int i : {0, 1}) {
+      EXPECT_CUDA_OK(launches.Quantize(rows[i], pages, false));
+      EXPECT_CUDA_OK(launches.Dequantize(pages, k, v, false));
+      EXPECT_CUDA_OK(cudaDeviceSynchronize());
+      expected[i] = k.Read();
+    }
+    EXPECT_NE(expected[0], expected[1]);
+  }
+
+  Rows rows[2];
+  Runs pages;  // Of rows[1] at first.
+  Rows k;
+  Rows v;
+  std::vector<uint16_t> expected[2];
+};
+
 class EarlyInputsCudaTest : public CudaTest {};
 
 TEST_F(EarlyInputsCudaTest, PagesThatAreReadInFrontAreNotQuantizedInto) {
   for (const uint32_t dim : {64u, 128u, 256u}) {
     SCOPED_TRACE(dim);
     const Launches launches(dim, kBlocks, stream_);
-    const Rows rows[] = {launches.RandomRows(dim), launches.RandomRows(dim + 1)};
-    const Runs pages = launches.NoPages();
-    const Rows k = launches.NoRows();
-    const Rows v = launches.NoRows();
-    std::vector<uint16_t> expected[2];
-    for (const int i : {0, 1}) {
-      ASSERT_CUDA_OK(launches.Quantize(rows[i], pages, false));
-      ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, false));
-      Wait();
-      expected[i] = k.Read();
-    }
-    ASSERT_NE(expected[0], expected[1]);
+    const TwoSets sets(launches);
+    const auto& [rows, pages, k, v, expected] = sets;
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
       ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, false));
       ASSERT_CUDA_OK(launches.Quantize(rows[repeat % 2], pages, true));
@@ -172,17 +185,8 @@ TEST_F(EarlyInputsCudaTest, WhatIsOlderThanTheKernelInFrontIsThere) {
       const Launches front(dim, 2, stream_);
       const Rows front_rows = front.RandomRows(7);
       const Runs front_pages = front.NoPages();
-      const Rows rows[] = {launches.RandomRows(dim), launches.RandomRows(dim + 1)};
-      const Runs pages = launches.NoPages();
-      const Rows k = launches.NoRows();
-      const Rows v = launches.NoRows();
-      std::vector<uint16_t> expected[2];
-      for (const int i : {0, 1}) {
-        ASSERT_CUDA_OK(launches.Quantize(rows[i], pages, false));
-        ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, false));
-        Wait();
-        expected[i] = k.Read();
-      }
+      const TwoSets sets(launches);
+      const auto& [rows, pages, k, v, expected] = sets;
       for (int repeat = 0; repeat < kRepeats; ++repeat) {
         ASSERT_CUDA_OK(launches.Quantize(rows[repeat % 2], pages, false));
         ASSERT_CUDA_OK(front.Quantize(front_rows, front_pages, early_front));
