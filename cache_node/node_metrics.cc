@@ -165,9 +165,9 @@ void NodeMetrics::SetSources(Sources sources) {
   sources_ = std::move(sources);
 }
 
-void NodeMetrics::FetchHit(absl::string_view tier, double seconds) {
-  hits_->Add({{"tier", std::string(tier)}}).Increment();
-  fetch_seconds_->Observe(seconds);
+void NodeMetrics::FetchHits(absl::string_view tier, absl::Span<const double> seconds) {
+  hits_->Add({{"tier", std::string(tier)}}).Increment(static_cast<double>(seconds.size()));
+  for (const double one : seconds) fetch_seconds_->Observe(one);
 }
 
 void NodeMetrics::FetchMiss(Miss reason) {

@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "cache_node/block_table.h"
 #include "cache_node/membership.h"
 #include "cache_node/tiers/rocksdb_tier.h"
@@ -41,8 +42,9 @@ class NodeMetrics {
   void SetSources(Sources sources) ABSL_LOCKS_EXCLUDED(mu_);
   void ClearSources() ABSL_LOCKS_EXCLUDED(mu_) { SetSources({}); }
 
-  // One object each. `tier`: where the payload came from.
-  void FetchHit(absl::string_view tier, double seconds);
+  // Objects that arrived, with the time each took. `tier`: where their payloads came from.
+  void FetchHits(absl::string_view tier, absl::Span<const double> seconds);
+  // One object each.
   enum class Miss { kNotHeld, kOtherTenant };
   void FetchMiss(Miss reason);
   void FetchFailure(absl::StatusCode code);

@@ -239,10 +239,10 @@ class DataPlane final : public Transport::AcceptHandler {
   void Loaded(uint64_t session_id, uint64_t serial, DeliveryRef delivery);
   void SendDelivery(Session* session, uint64_t serial, Delivery* delivery);
   void OnSent(Session* session, uint64_t serial, const absl::Status& status);
-  // One object's delivery has ended: counted, and its pin given back.
-  void NoteSent(Session* session, Delivery* delivery, const absl::Status& status);
-  // What a delivery means for the HBM tier: counted, or a use that another tier served.
-  void NoteHbm(Session* session, const Delivery& delivery);
+  // A delivery arrived, with all that goes with it: counted, also what it means for the HBM tier.
+  void NoteHits(Session* session, const Delivery& first);
+  // One object's delivery failed.
+  void NoteFailed(Session* session, const Delivery& delivery, const absl::Status& status);
   void SendFailure(Session* session, uint64_t request_id, uint32_t ordinal,
                    const absl::Status& status);
 

@@ -403,9 +403,9 @@ std::string DataPlane::DeliveryHeader(Session* session, uint64_t serial, const D
     v1::ObjectHeaders headers;
     headers.set_request_id(delivery.request_id);
     headers.set_ordinal(delivery.ordinal);
-    headers.add_object_headers(delivery.pin.object().header.Encode());
+    delivery.pin.object().header.AppendTo(headers.add_object_headers());
     for (const DeliveryRef& next : delivery.more) {
-      headers.add_object_headers(next->pin.object().header.Encode());
+      next->pin.object().header.AppendTo(headers.add_object_headers());
     }
     session->connection->Send(MessageType::kObjectHeaders, headers.SerializeAsString());
   }
@@ -449,36 +449,34 @@ void DataPlane::OnSent(Session* session, uint64_t serial, const absl::Status& st
   const DeliveryRef delivery = std::move(found->second);
   session->sending.erase(found);
   --bulks_count_;
-  NoteSent(session, delivery.get(), status);
-  for (const DeliveryRef& next : delivery->more) NoteSent(session, next.get(), status);
-  if (status.ok() && !delivery->more.empty()) parts_.metrics->HbmMerged(delivery->more.size());
-  if (status.ok() && delivery->packed.has_memory()) {
-    parts_.metrics->HbmPacked(delivery->more.size() + 1);
+  if (status.ok()) {
+    NoteHits(session, *delivery);
+  } else {
+    NoteFailed(session, *delivery, status);
+    for (const DeliveryRef& next : delivery->more) NoteFailed(session, *next, status);
   }
+  delivery->pin.Release();
+  for (const DeliveryRef& next : delivery->more) next->pin.Release();
   GiveSlot(session, delivery.get());  // Before the next one looks for a place.
   session->waits_for_slot = false;
   TakeTurn(session);
   Pump();
 }
 
-void DataPlane::NoteSent(Session* session, Delivery* delivery, const absl::Status& status) {
-  if (status.ok()) {
-    const int64_t nanos = parts_.clock->NowNanos() - delivery->received_nanos;
-    parts_.metrics->FetchHit(delivery->tier, static_cast<double>(nanos) * 1e-9);
-    NoteHbm(session, *delivery);
-  } else if (!delivery->sending) {
-    SendFailure(session, delivery->request_id, delivery->ordinal, status);
-  } else {
-    parts_.metrics->FetchFailure(status.code());  // The reader is gone, or did not want it.
-  }
-  delivery->pin.Release();
-}
-
-void DataPlane::NoteHbm(Session* session, const Delivery& delivery) {
+void DataPlane::NoteHits(Session* session, const Delivery& first) {
+  const int64_t now_nanos = parts_.clock->NowNanos();
+  const auto seconds = [&](const Delivery& delivery) {
+    return static_cast<double>(now_nanos - delivery.received_nanos) * 1e-9;
+  };
+  std::vector<double> all = {seconds(first)};
+  for (const DeliveryRef& next : first.more) all.push_back(seconds(*next));
+  parts_.metrics->FetchHits(first.tier, all);
+  if (!first.more.empty()) parts_.metrics->HbmMerged(first.more.size());
+  if (first.packed.has_memory()) parts_.metrics->HbmPacked(all.size());
   if (parts_.hbm == nullptr) return;
-  if (delivery.tier != "hbm") {
-    // Not what was read from disk for one use.
-    if (!delivery.pin.dram().empty()) parts_.hbm->Used(delivery.pin);
+  if (first.tier != "hbm") {
+    // A use that another tier served; not what was read from disk for one use.
+    if (!first.pin.dram().empty()) parts_.hbm->Used(first.pin);
     return;
   }
   if (session->device_path.empty()) {
@@ -487,10 +485,19 @@ void DataPlane::NoteHbm(Session* session, const Delivery& delivery) {
                             "' reads HBM by ", session->device_path, " (",
                             session->connection->description(), ")"));
   }
+  uint64_t bytes = BytesOf(*session, first);
+  for (const DeliveryRef& next : first.more) bytes += BytesOf(*session, *next);
   // Ranges, where the staging has no place for them.
-  const bool staged = delivery.staged.has_memory();
-  parts_.metrics->HbmSent(staged ? "staged" : session->device_path,
-                          delivery.range.bytes(session->layout, delivery.id.codec));
+  const bool staged = first.staged.has_memory();
+  parts_.metrics->HbmSent(staged ? "staged" : session->device_path, bytes);
+}
+
+void DataPlane::NoteFailed(Session* session, const Delivery& delivery, const absl::Status& status) {
+  if (!delivery.sending) {
+    SendFailure(session, delivery.request_id, delivery.ordinal, status);
+  } else {
+    parts_.metrics->FetchFailure(status.code());  // The reader is gone, or did not want it.
+  }
 }
 
 void DataPlane::SendFailure(Session* session, uint64_t request_id, uint32_t ordinal,

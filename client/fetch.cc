@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -140,21 +141,27 @@ void ClusterClient::FetchCall::CheckItems() {
 void ClusterClient::FetchCall::Start(const std::vector<size_t>& ready) {
   // By node, and apart those that need a connection that was never used.
   std::map<std::tuple<std::string, std::string, bool>, std::vector<size_t>> by_node;
+  auto at = by_node.end();  // Of the item before: a chain's objects are mostly of one node.
   for (const size_t item : ready) {
     const LookupResult::Node& node = items_[item].nodes[states_[item].node];
     const bool fresh = states_[item].reconnected || states_[item].new_ticket;
-    by_node[{node.node_id, node.data_address, fresh}].push_back(item);
+    if (at == by_node.end() || at->first != std::tie(node.node_id, node.data_address, fresh)) {
+      at = by_node.try_emplace({node.node_id, node.data_address, fresh}).first;
+    }
+    at->second.push_back(item);
   }
-  for (const auto& [key, members] : by_node) {
+  for (auto& [key, items] : by_node) {
+    // Shared: the sessions copy what they call.
+    const auto members = std::make_shared<const std::vector<size_t>>(std::move(items));
     const size_t group = groups_.size();
     const LookupResult::Node node = {.node_id = std::get<0>(key), .data_address = std::get<1>(key)};
     groups_.push_back(
         {.node = node,
          .lease = std::get<2>(key) ? client_->AcquireNew(node) : client_->Acquire(node),
-         .outstanding = {members.begin(), members.end()},
+         .outstanding = {members->begin(), members->end()},
          .progress_at = absl::Now()});
     std::vector<NodeSession::FetchTarget> targets;
-    for (const size_t item : members) {
+    for (const size_t item : *members) {
       targets.push_back(
           {.id = items_[item].id, .index = items_[item].index, .buffer = items_[item].buffer});
     }
@@ -162,9 +169,9 @@ void ClusterClient::FetchCall::Start(const std::vector<size_t>& ready) {
     const bool whole = *range_ == BlockRange::Whole(client_->layout_);
     groups_.back().lease.session->Fetch(
         std::move(targets), whole ? BlockRange{} : *range_, deadline_ - absl::Now(),
-        [this, group, members = members](size_t target, absl::StatusOr<ObjectHeader> header) {
+        [this, group, members](size_t target, absl::StatusOr<ObjectHeader> header) {
           CallBoard::Result result = {.group = group,
-                                      .item = members[target],
+                                      .item = (*members)[target],
                                       .status = header.status(),
                                       .header = std::nullopt};
           if (header.ok()) result.header = *std::move(header);

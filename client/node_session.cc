@@ -54,10 +54,12 @@ void NodeSession::WhenOpen(std::function<void()> call) {
 
 void NodeSession::Fetch(std::vector<FetchTarget> targets, const BlockRange& range,
                         absl::Duration deadline, FetchDone done) {
-  transport_->Post([self = shared_from_this(), targets = std::move(targets), range, deadline,
-                    done = std::move(done)] {
+  // Shared: functions are copied on their way.
+  transport_->Post([self = shared_from_this(),
+                    targets = std::make_shared<const std::vector<FetchTarget>>(std::move(targets)),
+                    range, deadline, done = std::move(done)] {
     self->WhenOpen([self, targets, range, deadline, done] {
-      self->StartFetch(targets, range, deadline, done);
+      self->StartFetch(*targets, range, deadline, done);
     });
   });
 }
@@ -316,7 +318,7 @@ void NodeSession::HandleHelloReply(absl::string_view message) {
   }
   node_minor_ = reply.protocol_minor();
   if (reply.objects_per_fetch_max() != 0) {
-    objects_per_fetch_ = std::min(kObjectsPerFetchMax, reply.objects_per_fetch_max());
+    objects_per_fetch_ = std::min(objects_per_fetch_, reply.objects_per_fetch_max());
   }
   state_ = State::kOpen;
   for (const auto& call : std::exchange(waiting_, {})) call();
@@ -360,7 +362,13 @@ void NodeSession::HandleHeaders(absl::string_view message) {
     Violation("headers of another delivery");
     return;
   }
-  batch.headers.assign(headers.object_headers().begin(), headers.object_headers().end());
+  // While the payload is on its way.
+  batch.headers.reserve(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    const FetchTarget& target = found->second.targets[headers.ordinal() + i];
+    batch.headers.push_back(
+        CheckHeader(target, headers.object_headers(static_cast<int>(i)), target.buffer.size()));
+  }
   FinishBatch(headers.request_id(), headers.ordinal());
 }
 
@@ -466,12 +474,10 @@ void NodeSession::Unpack(uint64_t request_id, uint32_t ordinal,
 void NodeSession::FinishBatch(uint64_t request_id, uint32_t ordinal) {
   PendingFetch& pending = fetches_.at(request_id);
   if (!pending.batches.at(ordinal).received || pending.batches.at(ordinal).headers.empty()) return;
-  const Batch batch = std::move(pending.batches.at(ordinal));
+  Batch batch = std::move(pending.batches.at(ordinal));
   pending.batches.erase(ordinal);
   for (uint32_t i = 0; i < batch.count; ++i) {
-    const FetchTarget& target = fetches_.at(request_id).targets[ordinal + i];
-    absl::StatusOr<ObjectHeader> header =
-        CheckHeader(target, batch.headers[i], target.buffer.size());
+    absl::StatusOr<ObjectHeader>& header = batch.headers[i];
     if (header.ok() && !batch.copied.ok()) header = batch.copied;
     Received(request_id, ordinal + i, std::move(header));
   }
@@ -559,9 +565,13 @@ void NodeSession::Received(uint64_t request_id, uint32_t ordinal,
   PendingFetch& pending = found->second;
   OKV_CHECK(pending.states[ordinal] != TargetState::kDone);
   pending.states[ordinal] = TargetState::kDone;
-  const FetchDone done = pending.done;
   const size_t target = pending.first + ordinal;
-  if (--pending.remaining == 0) fetches_.erase(found);
+  if (--pending.remaining > 0) {
+    pending.done(target, std::move(header));
+    return;
+  }
+  const FetchDone done = std::move(pending.done);
+  fetches_.erase(found);
   done(target, std::move(header));
 }
 

@@ -101,8 +101,8 @@ class NodeSession final : public ConnectionHandler,
   struct Batch {
     uint32_t count = 0;  // 0: the bytes have not been announced yet.
     bool received = false;
-    std::vector<std::string> headers;  // Encoded; empty: not here yet.
-    absl::Status copied;               // How bringing the bytes to their places ended.
+    std::vector<absl::StatusOr<ObjectHeader>> headers;  // Checked; empty: not here yet.
+    absl::Status copied;  // How bringing the bytes to their places ended.
   };
   struct PendingFetch {
     std::vector<FetchTarget> targets;
@@ -178,7 +178,9 @@ class NodeSession final : public ConnectionHandler,
   absl::Status why_;  // Why it breaks.
   Connection* connection_ = nullptr;
   std::shared_ptr<NodeSession> self_;  // While the connection may call this.
-  uint32_t objects_per_fetch_ = kObjectsPerFetchMax;
+  // Of a request: what goes together at most, so that the node sends the first objects while the
+  // next requests are made. 1,600 objects in one request began to arrive 1.1 ms later.
+  uint32_t objects_per_fetch_ = kObjectsPerDeliveryMax;
   uint32_t node_minor_ = 0;                     // The node's protocol.
   std::vector<std::function<void()>> waiting_;  // Calls before the node's answer.
   uint64_t next_request_ = 1;

@@ -200,29 +200,30 @@ void ClusterClient::PutCall::Start(const std::vector<size_t>& ready) {
     const bool fresh = states_[item].reconnected || states_[item].new_ticket;
     by_node[{node.node_id(), node.data_address(), fresh}].push_back(item);
   }
-  for (const auto& [key, members] : by_node) {
+  for (auto& [key, items] : by_node) {
+    // Shared: the sessions copy what they call.
+    const auto members = std::make_shared<const std::vector<size_t>>(std::move(items));
     const size_t group = groups_.size();
     const LookupResult::Node node = {.node_id = std::get<0>(key), .data_address = std::get<1>(key)};
     groups_.push_back(
         {.node = node,
          .lease = std::get<2>(key) ? client_->AcquireNew(node) : client_->Acquire(node),
-         .outstanding = members.size()});
+         .outstanding = members->size()});
     std::vector<NodeSession::PutTarget> targets;
-    for (const size_t item : members) {
+    for (const size_t item : *members) {
       targets.push_back({.reservation = states_[item].placement.reservation(),
                          .object_header = states_[item].header,
                          .payload = items_[item].payload});
     }
     // Nodes older than ranges know the whole as the range that is not said.
     const bool whole = *range_ == BlockRange::Whole(client_->layout_);
-    groups_.back().lease.session->Put(
-        std::move(targets), whole ? BlockRange{} : *range_,
-        [this, group, members = members](size_t target, absl::Status status) {
-          board_.Post({.group = group,
-                       .item = members[target],
-                       .status = std::move(status),
-                       .header = std::nullopt});
-        });
+    groups_.back().lease.session->Put(std::move(targets), whole ? BlockRange{} : *range_,
+                                      [this, group, members](size_t target, absl::Status status) {
+                                        board_.Post({.group = group,
+                                                     .item = (*members)[target],
+                                                     .status = std::move(status),
+                                                     .header = std::nullopt});
+                                      });
   }
 }
 

@@ -1,6 +1,7 @@
 #ifndef OKV_PROTO_FIELDS_H_
 #define OKV_PROTO_FIELDS_H_
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -26,10 +27,11 @@ inline void AppendU32(std::string* out, uint32_t value) {
 }
 // Each as AppendU32: headers have hundreds.
 inline void AppendU32s(std::string* out, absl::Span<const uint32_t> values) {
-  const size_t begin = out->size();
-  out->resize(begin + 4 * values.size());
-  char* to = out->data() + begin;
-  for (size_t i = 0; i < values.size(); ++i) StoreU32(values[i], to + 4 * i);
+  if constexpr (std::endian::native == std::endian::little) {
+    out->append(reinterpret_cast<const char*>(values.data()), 4 * values.size());
+  } else {
+    for (const uint32_t value : values) AppendU32(out, value);
+  }
 }
 inline void AppendU64(std::string* out, uint64_t value) {
   AppendU32(out, static_cast<uint32_t>(value));
@@ -103,12 +105,11 @@ class FieldReader {
     if (count > rest_.size() / 4) ok_ = false;
     const absl::string_view bytes = ok_ ? Take(4 * count) : absl::string_view();
     std::vector<uint32_t> values(bytes.size() / 4);
-    for (size_t i = 0; i < values.size(); ++i) {
-      uint32_t value = 0;
-      for (size_t k = 0; k < 4; ++k) {
-        value |= uint32_t{static_cast<uint8_t>(bytes[4 * i + k])} << (8 * k);
-      }
-      values[i] = value;
+    if constexpr (std::endian::native == std::endian::little) {
+      if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+    } else {
+      FieldReader reader(bytes);
+      for (uint32_t& value : values) value = static_cast<uint32_t>(reader.Unsigned(4));
     }
     return values;
   }

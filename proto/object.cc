@@ -27,22 +27,28 @@ uint32_t HeaderChecksum(absl::string_view bytes) {
 
 }  // namespace
 
-std::string ObjectHeader::Encode() const {
-  std::string out(kMagic);
-  out.reserve(kFixedBytesMax + 4 * checksums.size());
-  AppendU32(&out, page_layout_version);
-  out.append(format_id.view().data(), format_id.view().size());
-  out.append(id.key.view().data(), id.key.view().size());
-  out.push_back(static_cast<char>(id.codec));
-  out.push_back(parent.has_value() ? 1 : 0);
+void ObjectHeader::AppendTo(std::string* out) const {
+  const size_t begin = out->size();
+  out->reserve(begin + kFixedBytesMax + 4 * checksums.size());
+  out->append(kMagic.data(), kMagic.size());
+  AppendU32(out, page_layout_version);
+  out->append(format_id.view().data(), format_id.view().size());
+  out->append(id.key.view().data(), id.key.view().size());
+  out->push_back(static_cast<char>(id.codec));
+  out->push_back(parent.has_value() ? 1 : 0);
   const BlockKey parent_or_zero = parent.value_or(BlockKey{});
-  out.append(parent_or_zero.view().data(), parent_or_zero.view().size());
-  AppendU32(&out, index.value());
-  AppendU64(&out, payload_bytes);
-  AppendU64(&out, generation);
-  AppendU32(&out, static_cast<uint32_t>(checksums.size()));
-  AppendU32s(&out, checksums);
-  AppendU32(&out, HeaderChecksum(out));
+  out->append(parent_or_zero.view().data(), parent_or_zero.view().size());
+  AppendU32(out, index.value());
+  AppendU64(out, payload_bytes);
+  AppendU64(out, generation);
+  AppendU32(out, static_cast<uint32_t>(checksums.size()));
+  AppendU32s(out, checksums);
+  AppendU32(out, HeaderChecksum(absl::string_view(*out).substr(begin)));
+}
+
+std::string ObjectHeader::Encode() const {
+  std::string out;
+  AppendTo(&out);
   return out;
 }
 

@@ -30,6 +30,8 @@ struct ObjectHeader {
   // page_layout.md, "Object header": fixed little-endian fields, magic "OKVO", a checksum of the
   // header itself last.
   std::string Encode() const;
+  // The same, behind what is in `out`.
+  void AppendTo(std::string* out) const;
   // Reads Encode()'s bytes; `bytes` may not be longer. kDataLoss when magic, length or the header's
   // own checksum is wrong, kFailedPrecondition for another page layout version.
   static absl::StatusOr<ObjectHeader> Decode(absl::string_view bytes);

@@ -130,10 +130,10 @@ class LoopbackConnection final : public Connection {
         side_(side),
         peer_(std::move(peer)) {}
 
-  void Send(MessageType type, absl::string_view message) override {
+  void Send(MessageType type, std::string message) override {
     OKV_CHECK(message.size() <= kMessageBytesMax);
     if (!open_) return;
-    ToPeer([type, text = std::string(message)](LoopbackConnection* peer) {
+    ToPeer([type, text = std::move(message)](LoopbackConnection* peer) {
       if (peer->open_) peer->handler_->OnMessage(peer, type, text);
     });
   }

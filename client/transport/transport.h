@@ -41,9 +41,9 @@ class BulkReceive {
 class Connection {
  public:
   virtual ~Connection() = default;
-  // Queues a small message (at most kMessageBytesMax; copied). Messages of one connection arrive in
-  // order among themselves. A failed connection drops it and reports through OnClosed.
-  virtual void Send(MessageType type, absl::string_view message) = 0;
+  // Queues a small message, at most kMessageBytesMax. Messages of one connection arrive in order
+  // among themselves. A failed connection drops it and reports through OnClosed.
+  virtual void Send(MessageType type, std::string message) = 0;
   // Queues a bulk message: `header` (small, at most header_bytes_max(), copied) and `payload`,
   // alive until done. done: OK when the receiver has every byte; kAborted when it refused;
   // kUnavailable when the connection failed. Called exactly once; afterwards nothing reads

@@ -99,10 +99,10 @@ std::string UcxConnection::device_path() const {
   return endpoint_ == nullptr ? "" : DevicePath(LanesOf(endpoint_), transport_->options_);
 }
 
-void UcxConnection::Send(MessageType type, absl::string_view message) {
+void UcxConnection::Send(MessageType type, std::string message) {
   OKV_CHECK(message.size() <= kMessageBytesMax);
   if (!open_) return;
-  StartSmall(static_cast<unsigned>(type), Bytes(WireHeader{next_message_++}), std::string(message));
+  StartSmall(static_cast<unsigned>(type), Bytes(WireHeader{next_message_++}), std::move(message));
 }
 
 void UcxConnection::StartSmall(unsigned id, std::string header, std::string message) {

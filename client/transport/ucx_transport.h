@@ -129,7 +129,7 @@ class UcxConnection final : public Connection {
   UcxConnection(UcxTransport* transport, ConnectionHandler* handler, std::string peer)
       : transport_(transport), handler_(handler), peer_(std::move(peer)) {}
 
-  void Send(MessageType type, absl::string_view message) override;
+  void Send(MessageType type, std::string message) override;
   void SendBulk(MessageType type, absl::string_view header, absl::Span<const uint8_t> payload,
                 std::function<void(absl::Status)> done) override;
   void Close(std::function<void()> closed) override;

@@ -435,7 +435,7 @@ TEST_P(TransportConformanceTest, OneListenerServesManyPeers) {
   b_ = Make();
   address_ = *b_->Listen("127.0.0.1:0", &at_b_);
   at_b_.on_message = [](Connection* connection, MessageType, absl::string_view text) {
-    connection->Send(MessageType::kHelloReply, text);
+    connection->Send(MessageType::kHelloReply, std::string(text));
   };
   constexpr size_t kPeers = 8;
   a_ = Make();
