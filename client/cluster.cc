@@ -224,17 +224,19 @@ absl::StatusOr<MemoryKind> ClusterClient::KindOf(absl::Span<const uint8_t> memor
     }
     return MemoryKind::kHost;
   }
-  MemoryKind kind = MemoryKind::kHost;
+  // What was registered is known without asking the driver for every object.
+  const bool registered = transport_->has_device_memory(memory);
+  MemoryKind kind = MemoryKind::kDevice;
   if (said.has_value()) {
     kind = *said;
-  } else {
+  } else if (!registered) {
     OKV_ASSIGN_OR_RETURN(kind, device->KindOf(memory.data()));
   }
   if (kind == MemoryKind::kHost) return kind;
   if (reinterpret_cast<uintptr_t>(memory.data()) % 16 != 0) {
     return absl::InvalidArgumentError("in a device's memory it must be on a multiple of 16");
   }
-  if (!transport_->has_device_memory(memory)) {
+  if (!registered) {
     return absl::InvalidArgumentError(
         "it is in a device's memory, but not within what was registered with the transport");
   }

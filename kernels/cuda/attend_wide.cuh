@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         sums.AddInt2(slots, &scores, shared, request);
       } else {
         request();
+        WarpgroupSync(group);  // As often as in an INT2 unit, see below
         sums.AddBf16(params, piece, piece.Bf16Unit(unit), slots, *shared);
       }
       ++index;
@@ -146,6 +147,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         place = 0;
         parity ^= 1;
       }
+    }
+    // All groups of a block meet equally often in a piece, or racecheck loses the block's barrier
+    // (tests/kernels/cuda/named_barriers.cu). The group has had unit / kWarps units.
+    if (unit / T::kWarps < (units + T::kWarps - 1) / T::kWarps) {
+      WarpgroupSync(group);
+      WarpgroupSync(group);
     }
     unit -= units;
     sums.Finish(shared);
