@@ -1,6 +1,8 @@
 #include "client/cluster.h"
 
+#include <algorithm>
 #include <atomic>
+#include <map>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -188,6 +190,45 @@ TEST_P(ClusterTest, AnotherObjectUnderTheRightOrdinalIsDataLoss) {
   const auto statuses = Fetch(1, {node->where()});
   EXPECT_TRUE(absl::IsDataLoss(statuses[0])) << statuses[0];
   EXPECT_THAT(std::string(statuses[0].message()), HasSubstr("differs"));
+}
+
+TEST_P(ClusterTest, ObjectsOfOneDeliveryAreCheckedEach) {
+  constexpr uint32_t kCount = 18;  // Three requests.
+  for (const auto together :
+       {FakeNode::Together::kHeadersFirst, FakeNode::Together::kHeadersLast}) {
+    NodeProcess* node = AddNode(together == FakeNode::Together::kHeadersFirst ? "first" : "last");
+    Store(node, kCount);
+    node->node.together = together;
+    node->node.swapped[Id(3)] = Id(4);
+    std::string damaged = Object(9).header.Encode();
+    damaged.back() ^= 1;
+    node->node.bad_headers[Id(9)] = damaged;
+    node->node.objects[Id(16)].payload[5] ^= 1;
+    Start(node);
+    const size_t bytes = layout_.block_bytes(Codec::kInt2);
+    std::vector<uint8_t> area(kCount * bytes);
+    std::vector<FetchItem> items;
+    for (uint32_t i = 0; i < kCount; ++i) {
+      items.push_back({.id = Id(i),
+                       .index = BlockIndex(i),
+                       .nodes = {node->where()},
+                       .buffer = absl::MakeSpan(area).subspan(i * bytes, bytes)});
+    }
+    const std::vector<absl::Status> statuses = cluster()->Fetch(items, kLong);
+    const std::map<uint32_t, std::string> reasons = {
+        {3, "differs"}, {9, "wrong checksum of the header"}, {16, "wrong checksum"}};
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const auto reason = reasons.find(i);
+      if (reason != reasons.end()) {
+        EXPECT_TRUE(absl::IsDataLoss(statuses[i])) << i << ": " << statuses[i];
+        EXPECT_THAT(std::string(statuses[i].message()), HasSubstr(reason->second));
+        continue;
+      }
+      EXPECT_TRUE(statuses[i].ok()) << i << ": " << statuses[i];
+      const std::vector<uint8_t> expected = PayloadOf(i);
+      EXPECT_TRUE(std::equal(expected.begin(), expected.end(), items[i].buffer.begin())) << i;
+    }
+  }
 }
 
 TEST_P(ClusterTest, ANodeThatDiesMidFetchLeavesWhatArrivedAndUnavailableForTheRest) {

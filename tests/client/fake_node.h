@@ -38,10 +38,13 @@ class FakeNode : public Transport::AcceptHandler {
   bool silent = false;                   // Never answers a fetch or an offer.
   std::optional<PageLayout> layout;      // Of the objects, for fetches of a range.
   uint32_t protocol_minor = kProtocolMinor;
-  int deliveries_before_death = -1;  // Then closes the connection.
-  absl::Status put_status;           // What offers are answered.
-  bool refuse_puts = false;          // Refuses the payload, too.
-  size_t answer_puts_by = 1;         // Answers when so many wait for it, or puts_count are here.
+  enum class Together { kNo, kHeadersFirst, kHeadersLast };
+  Together together = Together::kNo;  // How all objects of a request leave in one delivery.
+  std::map<ObjectId, std::string> bad_headers;  // What such a delivery says instead.
+  int deliveries_before_death = -1;             // Then closes the connection.
+  absl::Status put_status;                      // What offers are answered.
+  bool refuse_puts = false;                     // Refuses the payload, too.
+  size_t answer_puts_by = 1;  // Answers when so many wait for it, or puts_count are here.
   size_t puts_count = 0;
   bool puts_pending = false;  // Says of each offer that it is here, before it answers any.
 
@@ -95,6 +98,10 @@ class FakeNode : public Transport::AcceptHandler {
     fetches.push_back(request);
     if (silent) {
       late_.emplace_back(connection, request);
+      return;
+    }
+    if (together != Together::kNo) {
+      AnswerTogether(connection, request);
       return;
     }
     for (int i = 0; i < request.objects_size(); ++i) Answer(connection, request, i);
@@ -175,6 +182,32 @@ class FakeNode : public Transport::AcceptHandler {
                            connection->Close([] {});
                          });
     if (last) deliveries_before_death = -2;  // The others wait for an answer that never comes.
+  }
+
+  void AnswerTogether(Connection* connection, const v1::FetchRequest& request) {
+    v1::ObjectHeaders headers;
+    headers.set_request_id(request.request_id());
+    std::vector<uint8_t>& bytes = ranges_.emplace_back();
+    for (const v1::FetchObject& object : request.objects()) {
+      ObjectId id;
+      id.key = *BlockKey::FromBytes(object.key());
+      id.codec = static_cast<Codec>(object.codec());
+      if (swapped.contains(id)) id = swapped.at(id);
+      const Stored& stored = objects.at(id);
+      headers.add_object_headers(bad_headers.contains(id) ? bad_headers.at(id)
+                                                          : stored.header.Encode());
+      bytes.insert(bytes.end(), stored.payload.begin(), stored.payload.end());
+    }
+    v1::ObjectDelivery delivery;
+    delivery.set_request_id(request.request_id());
+    delivery.set_count(static_cast<uint32_t>(request.objects_size()));
+    const auto say = [&] {
+      connection->Send(MessageType::kObjectHeaders, headers.SerializeAsString());
+    };
+    if (together == Together::kHeadersFirst) say();
+    connection->SendBulk(MessageType::kObjectDelivery, delivery.SerializeAsString(), bytes,
+                         [](const absl::Status&) {});
+    if (together == Together::kHeadersLast) say();
   }
 
   // The range that the request asks for, run by run.
