@@ -25,19 +25,28 @@ void Finish(double rows_count, uint32_t dim, Matrix* sum) {
   Scale(1.0 / rows_count, sum);
 }
 
-// Mean over tokens of x^T x for each head of `tensor`, [tokens_count, heads, dim].
-std::vector<Matrix> RowCovariance(const LayerDump& layer, const std::vector<float>& tensor,
-                                  uint32_t heads, ThreadPool* pool) {
-  const uint32_t dim = layer.head_dim;
+// A tensor of a layer, [layer's tokens, heads, dim].
+struct LayerTensor {
+  const std::vector<float>& rows;
+  uint32_t heads;
+  uint32_t dim;
+};
+
+// Mean over `tokens` of x^T x for each head of `tensor`.
+std::vector<Matrix> RowCovariance(const LayerTensor& tensor, const SequenceRange& tokens,
+                                  ThreadPool* pool) {
+  const uint32_t dim = tensor.dim;
+  const uint32_t heads = tensor.heads;
   std::vector<Matrix> sums(heads, Matrix(size_t{dim} * dim, 0.0));
   pool->ParallelFor(heads, [&](size_t head) {
     std::vector<double> rows(size_t{kRowsPerStep} * dim);
-    for (uint32_t first = 0; first < layer.tokens_count; first += kRowsPerStep) {
-      const uint32_t count = std::min(kRowsPerStep, layer.tokens_count - first);
-      GatherRows(tensor.data(), heads, static_cast<uint32_t>(head), dim, first, count, rows.data());
+    for (uint32_t done = 0; done < tokens.tokens_count; done += kRowsPerStep) {
+      const uint32_t count = std::min(kRowsPerStep, tokens.tokens_count - done);
+      GatherRows(tensor.rows.data(), heads, static_cast<uint32_t>(head), dim,
+                 tokens.first_token + done, count, rows.data());
       AddOuterProducts(rows.data(), count, dim, &sums[head]);
     }
-    Finish(layer.tokens_count, dim, &sums[head]);
+    Finish(tokens.tokens_count, dim, &sums[head]);
   });
   return sums;
 }
@@ -65,12 +74,26 @@ std::vector<Matrix> PoolQueryHeads(const std::vector<Matrix>& per_query_head, ui
   return pooled;
 }
 
-std::vector<Matrix> QueryCovariance(const LayerDump& layer, ThreadPool* pool) {
-  return PoolQueryHeads(RowCovariance(layer, layer.q, layer.query_heads, pool), layer.kv_heads);
+SequenceRange AllTokens(const LayerDump& layer) {
+  return {.first_token = 0, .tokens_count = layer.tokens_count};
 }
 
+std::vector<Matrix> QueryCovariance(const LayerDump& layer, const SequenceRange& tokens,
+                                    ThreadPool* pool) {
+  const LayerTensor queries{.rows = layer.q, .heads = layer.query_heads, .dim = layer.head_dim};
+  return PoolQueryHeads(RowCovariance(queries, tokens, pool), layer.kv_heads);
+}
+std::vector<Matrix> QueryCovariance(const LayerDump& layer, ThreadPool* pool) {
+  return QueryCovariance(layer, AllTokens(layer), pool);
+}
+
+std::vector<Matrix> KeyCovariance(const LayerDump& layer, const SequenceRange& tokens,
+                                  ThreadPool* pool) {
+  return RowCovariance({.rows = layer.k, .heads = layer.kv_heads, .dim = layer.head_dim}, tokens,
+                       pool);
+}
 std::vector<Matrix> KeyCovariance(const LayerDump& layer, ThreadPool* pool) {
-  return RowCovariance(layer, layer.k, layer.kv_heads, pool);
+  return KeyCovariance(layer, AllTokens(layer), pool);
 }
 
 std::vector<SequenceRange> SampleSequences(const std::vector<uint32_t>& sequence_lengths,
@@ -139,7 +162,7 @@ std::vector<Matrix> SoftmaxValueCovariance(const LayerDump& layer,
   return PoolQueryHeads(sums, layer.kv_heads);
 }
 
-std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer,
+std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer, const SequenceRange& tokens,
                                           const std::vector<Matrix>& query_covariance,
                                           ThreadPool* pool) {
   const uint32_t dim = layer.head_dim;
@@ -150,8 +173,9 @@ std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer,
     const uint32_t kv_head = static_cast<uint32_t>(head);
     std::vector<double> rows(size_t{kRowsPerStep} * dim);
     double weights_sum = 0;
-    for (uint32_t first = 0; first < layer.tokens_count; first += kRowsPerStep) {
-      const uint32_t count = std::min(kRowsPerStep, layer.tokens_count - first);
+    for (uint32_t done = 0; done < tokens.tokens_count; done += kRowsPerStep) {
+      const uint32_t first = tokens.first_token + done;
+      const uint32_t count = std::min(kRowsPerStep, tokens.tokens_count - done);
       GatherRows(layer.k.data(), layer.kv_heads, kv_head, dim, first, count, rows.data());
       const std::vector<double> weights = QuadraticForms(rows.data(), count, c_q, dim);
       GatherRows(layer.v.data(), layer.kv_heads, kv_head, dim, first, count, rows.data());
@@ -166,6 +190,11 @@ std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer,
     Finish(weights_sum > 0 ? weights_sum : 1.0, dim, &sums[head]);
   });
   return sums;
+}
+std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer,
+                                          const std::vector<Matrix>& query_covariance,
+                                          ThreadPool* pool) {
+  return EnergyValueCovariance(layer, AllTokens(layer), query_covariance, pool);
 }
 
 }  // namespace okv

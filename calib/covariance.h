@@ -13,12 +13,25 @@ namespace okv {
 // The matrices whose eigenvectors turn K and V, one per KV head: neither centered nor ridged,
 // accumulated in float64. Sums run in a fixed order, so no result depends on the number of threads.
 
+// Consecutive tokens of a layer: a sequence, a piece of one, or several that follow each other.
+struct SequenceRange {
+  uint32_t first_token;
+  uint32_t tokens_count;
+  bool operator==(const SequenceRange&) const = default;
+};
+SequenceRange AllTokens(const LayerDump& layer);
+
 // C_Q of KV head h = mean over tokens and over the query heads that read h of q^T q: the logits'
-// error for a key error e is e C_Q e^T on average. [kv_heads][dim * dim]
+// error for a key error e is e C_Q e^T on average. [kv_heads][dim * dim] The second reads all
+// tokens, here and below.
+std::vector<Matrix> QueryCovariance(const LayerDump& layer, const SequenceRange& tokens,
+                                    ThreadPool* pool);
 std::vector<Matrix> QueryCovariance(const LayerDump& layer, ThreadPool* pool);
 
 // Mean over tokens of k^T k, one per KV head. Not centered: its first eigenvector is mostly the
 // direction of the keys' mean.
+std::vector<Matrix> KeyCovariance(const LayerDump& layer, const SequenceRange& tokens,
+                                  ThreadPool* pool);
 std::vector<Matrix> KeyCovariance(const LayerDump& layer, ThreadPool* pool);
 
 // Which tokens the softmax covariance reads. Its cost grows with the square of a sequence's length.
@@ -28,12 +41,6 @@ struct ValueSample {
       2048;  // Of a sequence: its first ones, which attend to nothing else.
 };
 
-// A prefix of one sequence.
-struct SequenceRange {
-  uint32_t first_token;
-  uint32_t tokens_count;
-  bool operator==(const SequenceRange&) const = default;
-};
 // Sequences in order, each cut to its first sequence_tokens_max tokens, until tokens_max are taken
 // (the last is cut to what is left).
 std::vector<SequenceRange> SampleSequences(const std::vector<uint32_t>& sequence_lengths,
@@ -50,6 +57,9 @@ std::vector<Matrix> SoftmaxValueCovariance(const LayerDump& layer,
 
 // The cheap stand-in: mean of w_t v_t^T v_t with w_t = k_t C_Q k_t^T, normalized to mean 1 in each
 // KV head; no softmax and no mask. `query_covariance` has one matrix, or one per KV head.
+std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer, const SequenceRange& tokens,
+                                          const std::vector<Matrix>& query_covariance,
+                                          ThreadPool* pool);
 std::vector<Matrix> EnergyValueCovariance(const LayerDump& layer,
                                           const std::vector<Matrix>& query_covariance,
                                           ThreadPool* pool);

@@ -18,11 +18,13 @@ uint32_t TokensOf(const std::vector<SequenceRange>& ranges) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<Matrix>> CpuCovariance::Queries(const LayerDump& layer) {
-  return QueryCovariance(layer, pool_);
+absl::StatusOr<std::vector<Matrix>> CpuCovariance::Queries(const LayerDump& layer,
+                                                           const SequenceRange& tokens) {
+  return QueryCovariance(layer, tokens, pool_);
 }
-absl::StatusOr<std::vector<Matrix>> CpuCovariance::Keys(const LayerDump& layer) {
-  return KeyCovariance(layer, pool_);
+absl::StatusOr<std::vector<Matrix>> CpuCovariance::Keys(const LayerDump& layer,
+                                                        const SequenceRange& tokens) {
+  return KeyCovariance(layer, tokens, pool_);
 }
 absl::StatusOr<std::vector<Matrix>> CpuCovariance::SoftmaxValues(
     const LayerDump& layer, const std::vector<SequenceRange>& ranges) {
@@ -61,13 +63,14 @@ SharedCovariance::SharedCovariance(const LayerDump& layer, std::vector<SequenceR
       ranges_(std::move(ranges)),
       device_(device),
       ranks_(ranks),
-      tokens_count_(TokensOf(ranges_)),
-      text_(&layer) {
+      tokens_count_(TokensOf(ranges_)) {
   OKV_CHECK(tokens_count_ > 0);
+  for (size_t i = 1; i < ranges_.size(); ++i) {
+    OKV_CHECK(ranges_[i].first_token == ranges_[i - 1].first_token + ranges_[i - 1].tokens_count);
+  }
   const std::vector<SequenceRange> share = ShareOfRanges(ranges_, *ranks_);
-  if (TokensOf(share) == layer.tokens_count) return;
-  share_ = ExtractRanges(layer, share);
-  text_ = &share_;
+  share_ = {.first_token = share.empty() ? 0 : share[0].first_token,
+            .tokens_count = TokensOf(share)};
 }
 
 absl::Status SharedCovariance::Average(std::vector<double> weights, std::vector<Matrix>* means) {
@@ -95,19 +98,19 @@ absl::Status SharedCovariance::Average(std::vector<double> weights, std::vector<
 
 absl::StatusOr<std::vector<Matrix>> SharedCovariance::Queries() {
   std::vector<Matrix> means;
-  if (text_->tokens_count > 0) {
-    OKV_ASSIGN_OR_RETURN(means, device_->Queries(*text_));
+  if (share_.tokens_count > 0) {
+    OKV_ASSIGN_OR_RETURN(means, device_->Queries(layer_, share_));
   }
-  OKV_RETURN_IF_ERROR(Average(std::vector<double>(layer_.kv_heads, text_->tokens_count), &means));
+  OKV_RETURN_IF_ERROR(Average(std::vector<double>(layer_.kv_heads, share_.tokens_count), &means));
   return means;
 }
 
 absl::StatusOr<std::vector<Matrix>> SharedCovariance::Keys() {
   std::vector<Matrix> means;
-  if (text_->tokens_count > 0) {
-    OKV_ASSIGN_OR_RETURN(means, device_->Keys(*text_));
+  if (share_.tokens_count > 0) {
+    OKV_ASSIGN_OR_RETURN(means, device_->Keys(layer_, share_));
   }
-  OKV_RETURN_IF_ERROR(Average(std::vector<double>(layer_.kv_heads, text_->tokens_count), &means));
+  OKV_RETURN_IF_ERROR(Average(std::vector<double>(layer_.kv_heads, share_.tokens_count), &means));
   return means;
 }
 
@@ -124,18 +127,20 @@ absl::StatusOr<std::vector<Matrix>> SharedCovariance::SoftmaxValues(const ValueS
 
 absl::StatusOr<std::vector<Matrix>> SharedCovariance::EnergyValues(
     const std::vector<Matrix>& query_covariance, ThreadPool* pool) {
-  if (ranks_->ranks_count() == 1) return EnergyValueCovariance(*text_, query_covariance, pool);
+  if (ranks_->ranks_count() == 1) {
+    return EnergyValueCovariance(layer_, share_, query_covariance, pool);
+  }
   std::vector<Matrix> means;
   std::vector<double> weights(layer_.kv_heads, 0.0);
-  if (text_->tokens_count > 0) {
-    means = EnergyValueCovariance(*text_, query_covariance, pool);
+  if (share_.tokens_count > 0) {
+    means = EnergyValueCovariance(layer_, share_, query_covariance, pool);
     // EnergyValueCovariance is a mean by weights k C_Q k^T, whose sum is N tr(C_Q K^T K / N).
-    const std::vector<Matrix> keys = KeyCovariance(*text_, pool);
+    const std::vector<Matrix> keys = KeyCovariance(layer_, share_, pool);
     for (size_t head = 0; head < weights.size(); ++head) {
       const Matrix& c_q = query_covariance[query_covariance.size() == 1 ? 0 : head];
       double trace = 0;  // Of a product of symmetric matrices.
       for (size_t i = 0; i < c_q.size(); ++i) trace += c_q[i] * keys[head][i];
-      weights[head] = std::max(trace, 0.0) * text_->tokens_count;
+      weights[head] = std::max(trace, 0.0) * share_.tokens_count;
     }
   }
   OKV_RETURN_IF_ERROR(Average(std::move(weights), &means));

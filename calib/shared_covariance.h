@@ -17,8 +17,10 @@ class CovarianceDevice {
  public:
   virtual ~CovarianceDevice() = default;
   // Errors are the device's own: kResourceExhausted, kInternal. REQUIRES: a token at least.
-  virtual absl::StatusOr<std::vector<Matrix>> Queries(const LayerDump& layer) = 0;
-  virtual absl::StatusOr<std::vector<Matrix>> Keys(const LayerDump& layer) = 0;
+  virtual absl::StatusOr<std::vector<Matrix>> Queries(const LayerDump& layer,
+                                                      const SequenceRange& tokens) = 0;
+  virtual absl::StatusOr<std::vector<Matrix>> Keys(const LayerDump& layer,
+                                                   const SequenceRange& tokens) = 0;
   virtual absl::StatusOr<std::vector<Matrix>> SoftmaxValues(
       const LayerDump& layer, const std::vector<SequenceRange>& ranges) = 0;
 };
@@ -26,8 +28,10 @@ class CovarianceDevice {
 class CpuCovariance : public CovarianceDevice {
  public:
   explicit CpuCovariance(ThreadPool* pool) : pool_(pool) {}
-  absl::StatusOr<std::vector<Matrix>> Queries(const LayerDump& layer) override;
-  absl::StatusOr<std::vector<Matrix>> Keys(const LayerDump& layer) override;
+  absl::StatusOr<std::vector<Matrix>> Queries(const LayerDump& layer,
+                                              const SequenceRange& tokens) override;
+  absl::StatusOr<std::vector<Matrix>> Keys(const LayerDump& layer,
+                                           const SequenceRange& tokens) override;
   absl::StatusOr<std::vector<Matrix>> SoftmaxValues(
       const LayerDump& layer, const std::vector<SequenceRange>& ranges) override;
 
@@ -49,7 +53,8 @@ std::vector<SequenceRange> SampleRanges(const std::vector<SequenceRange>& ranges
 // and AllReduce::Sum's. Lives while the layer does. Thread-compatible.
 class SharedCovariance {
  public:
-  // The text is `ranges` of the layer, a token at least.
+  // The text is `ranges` of the layer, each where the one before it ends; a token at least. Its
+  // rows are read where they lie.
   SharedCovariance(const LayerDump& layer, std::vector<SequenceRange> ranges,
                    CovarianceDevice* device, AllReduce* ranks);
 
@@ -70,8 +75,7 @@ class SharedCovariance {
   CovarianceDevice* const device_;
   AllReduce* const ranks_;
   uint32_t tokens_count_ = 0;
-  LayerDump share_;        // Unless it is all of the layer.
-  const LayerDump* text_;  // layer_ or share_.
+  SequenceRange share_;  // This rank's tokens of the text; may be none.
 };
 
 }  // namespace okv

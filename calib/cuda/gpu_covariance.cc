@@ -78,9 +78,10 @@ class GpuCovariance::State {
   ~State();
   absl::Status Init();
 
-  // The mean over rows of x^T x for each head of [tokens_count, heads, dim] on the host.
+  // The mean over `tokens` of x^T x for each head of [layer's tokens, heads, dim] on the host.
   absl::StatusOr<std::vector<Matrix>> RowMeans(const std::vector<float>& tensor,
-                                               uint32_t tokens_count, uint32_t heads, uint32_t dim);
+                                               const SequenceRange& tokens, uint32_t heads,
+                                               uint32_t dim);
   absl::StatusOr<std::vector<Matrix>> OutputMeans(const LayerDump& layer,
                                                   const std::vector<SequenceRange>& ranges);
   absl::StatusOr<GpuWork> MeasureLimit();
@@ -248,17 +249,17 @@ absl::Status GpuCovariance::State::CopyRange(const std::vector<float>& tensor, s
 }
 
 absl::StatusOr<std::vector<Matrix>> GpuCovariance::State::RowMeans(const std::vector<float>& tensor,
-                                                                   uint32_t tokens_count,
+                                                                   const SequenceRange& tokens,
                                                                    uint32_t heads, uint32_t dim) {
   OKV_RETURN_IF_ERROR(BeginSums(heads, dim));
-  for (uint32_t first = 0; first < tokens_count; first += kChunkTokens) {
+  for (uint32_t done = 0; done < tokens.tokens_count; done += kChunkTokens) {
     const SequenceRange chunk = {
-        .first_token = first,
-        .tokens_count = std::min(tokens_count - first, static_cast<uint32_t>(kChunkTokens))};
+        .first_token = tokens.first_token + done,
+        .tokens_count = std::min(tokens.tokens_count - done, static_cast<uint32_t>(kChunkTokens))};
     OKV_RETURN_IF_ERROR(CopyRange(tensor, size_t{heads} * dim, chunk, &rows_));
     OKV_RETURN_IF_ERROR(AddRows(rows_.data(), chunk.tokens_count));
   }
-  return EndSums(tokens_count);
+  return EndSums(tokens.tokens_count);
 }
 
 absl::Status GpuCovariance::State::Products(const LayerDump& layer, uint32_t tokens_count,
@@ -383,15 +384,16 @@ absl::StatusOr<std::unique_ptr<GpuCovariance>> GpuCovariance::Create(int device)
   return std::unique_ptr<GpuCovariance>(new GpuCovariance(std::move(state)));
 }
 
-absl::StatusOr<std::vector<Matrix>> GpuCovariance::Queries(const LayerDump& layer) {
-  OKV_ASSIGN_OR_RETURN(
-      const std::vector<Matrix> per_query_head,
-      state_->RowMeans(layer.q, layer.tokens_count, layer.query_heads, layer.head_dim));
+absl::StatusOr<std::vector<Matrix>> GpuCovariance::Queries(const LayerDump& layer,
+                                                           const SequenceRange& tokens) {
+  OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> per_query_head,
+                       state_->RowMeans(layer.q, tokens, layer.query_heads, layer.head_dim));
   return PoolQueryHeads(per_query_head, layer.kv_heads);
 }
 
-absl::StatusOr<std::vector<Matrix>> GpuCovariance::Keys(const LayerDump& layer) {
-  return state_->RowMeans(layer.k, layer.tokens_count, layer.kv_heads, layer.head_dim);
+absl::StatusOr<std::vector<Matrix>> GpuCovariance::Keys(const LayerDump& layer,
+                                                        const SequenceRange& tokens) {
+  return state_->RowMeans(layer.k, tokens, layer.kv_heads, layer.head_dim);
 }
 
 absl::StatusOr<std::vector<Matrix>> GpuCovariance::SoftmaxValues(

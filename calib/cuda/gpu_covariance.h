@@ -32,8 +32,10 @@ class GpuCovariance : public CovarianceDevice {
   ~GpuCovariance() override;
 
   // Errors of all: kResourceExhausted: not enough device memory. kInternal naming the call.
-  absl::StatusOr<std::vector<Matrix>> Queries(const LayerDump& layer) override;
-  absl::StatusOr<std::vector<Matrix>> Keys(const LayerDump& layer) override;
+  absl::StatusOr<std::vector<Matrix>> Queries(const LayerDump& layer,
+                                              const SequenceRange& tokens) override;
+  absl::StatusOr<std::vector<Matrix>> Keys(const LayerDump& layer,
+                                           const SequenceRange& tokens) override;
   absl::StatusOr<std::vector<Matrix>> SoftmaxValues(
       const LayerDump& layer, const std::vector<SequenceRange>& ranges) override;
 

@@ -61,10 +61,10 @@ TEST_F(GpuCovarianceTest, IsTheCpus) {
         dim);
     const std::vector<SequenceRange> ranges = {{0, 700}, {700, 1}, {701, 1500}, {5001, 33}};
     const std::unique_ptr<GpuCovariance> gpu = Gpu();
-    const auto queries = gpu->Queries(layer);
+    const auto queries = gpu->Queries(layer, AllTokens(layer));
     ASSERT_TRUE(queries.ok()) << queries.status();
     EXPECT_LT(LargestDifference(QueryCovariance(layer, &pool_), *queries), 1e-13) << dim;
-    const auto keys = gpu->Keys(layer);
+    const auto keys = gpu->Keys(layer, AllTokens(layer));
     ASSERT_TRUE(keys.ok()) << keys.status();
     EXPECT_LT(LargestDifference(KeyCovariance(layer, &pool_), *keys), 1e-13) << dim;
     const auto values = gpu->SoftmaxValues(layer, ranges);
