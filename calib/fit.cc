@@ -1,6 +1,7 @@
 #include "calib/fit.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <memory>
@@ -197,10 +198,23 @@ class LayerFit {
   bool Searches() const;
   // Whether this rank searches for the task's rotation.
   bool IsMine(size_t task) const;
+  // Whether this rank reports on the KV head; unless all heads share a rotation, it searches for
+  // the head's too.
+  bool IsMyHead(size_t head) const;
   void ReadHistories();
   // Task 2 i is unit i's K, task 2 i + 1 its V.
   absl::StatusOr<FoundRotation> Find(const std::vector<Starts>& starts, size_t task) const;
   void Report(const std::vector<FoundRotation>& found, FittedLayer* fitted) const;
+  // What the reporting windows say of one tensor of one head, which this rank reports on.
+  struct HeadErrors {
+    SquaredError promised;
+    SquaredError reported;
+    SquaredError published_clip;
+  };
+  absl::StatusOr<HeadErrors> ReportHead(const LayerRotation& rotation, KvTensor tensor,
+                                        size_t head) const;
+  // Gives every rank the heads' errors that each has found.
+  absl::Status ExchangeErrors(std::vector<HeadErrors>* errors) const;
   // Fills what the reporting windows say.
   absl::Status ReportErrors(FittedLayer* fitted) const;
   absl::Status Measure(FittedLayer* fitted) const;
@@ -213,7 +227,7 @@ class LayerFit {
   const HistoryWindows windows_;
   std::vector<std::unique_ptr<HeadHistory>> fit_;     // One per KV head.
   std::vector<std::unique_ptr<HeadHistory>> judge_;   // The same.
-  std::vector<std::unique_ptr<HeadHistory>> report_;  // The same.
+  std::vector<std::unique_ptr<HeadHistory>> report_;  // The same; null for others' heads.
   std::vector<HeadWeights> weights_;                  // Of fit_.
 };
 
@@ -318,8 +332,11 @@ bool LayerFit::Searches() const {
 
 bool LayerFit::IsMine(size_t task) const {
   // K and V of a unit share its histories.
-  const size_t share = shared_ ? task : task / 2;
-  return share % machine_.ranks->ranks_count() == machine_.ranks->rank();
+  return IsMyHead(shared_ ? task : task / 2);
+}
+
+bool LayerFit::IsMyHead(size_t head) const {
+  return head % machine_.ranks->ranks_count() == machine_.ranks->rank();
 }
 
 void LayerFit::ReadHistories() {
@@ -329,9 +346,11 @@ void LayerFit::ReadHistories() {
   weights_.resize(layer_.kv_heads);
   pool_->ParallelFor(layer_.kv_heads, [&](size_t head) {
     const uint32_t index = static_cast<uint32_t>(head);
-    report_[head] =
-        std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.report, kJudgeStride);
-    if (!Searches() || (!shared_ && !IsMine(2 * head))) return;
+    if (IsMyHead(head)) {
+      report_[head] = std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.report,
+                                                    kJudgeStride);
+    }
+    if (!Searches() || (!shared_ && !IsMyHead(head))) return;
     fit_[head] = std::make_unique<HeadHistory>(layer_, index, windows_.shape, windows_.fit, 0);
     weights_[head] = fit_[head]->Weights(kWeightsStride);
     judge_[head] =
@@ -395,27 +414,66 @@ void LayerFit::Report(const std::vector<FoundRotation>& found, FittedLayer* fitt
   }
 }
 
+absl::StatusOr<LayerFit::HeadErrors> LayerFit::ReportHead(const LayerRotation& rotation,
+                                                          KvTensor tensor, size_t head) const {
+  const bool keys = tensor == KvTensor::kKeys;
+  const size_t matrix = size_t{layer_.head_dim} * layer_.head_dim;
+  const size_t offset = rotation.rotation_heads == 1 ? 0 : head * matrix;
+  RowCodec codec = {.rotation = (keys ? rotation.r_k : rotation.r_v).data() + offset,
+                    .group_size = options_.group_size,
+                    .clip_rank = (keys ? rotation.clip_rank_k : rotation.clip_rank_v)[head]};
+  HeadErrors errors;
+  OKV_ASSIGN_OR_RETURN(errors.promised, report_[head]->CodecError(tensor, codec));
+  OKV_ASSIGN_OR_RETURN(errors.reported, report_[head]->Judge(tensor, codec));
+  errors.published_clip = errors.reported;
+  const uint32_t published = ClipRank(keys ? kPublishedClipK : kPublishedClipV, layer_.head_dim);
+  if (codec.clip_rank == published) return errors;
+  codec.clip_rank = published;
+  OKV_ASSIGN_OR_RETURN(errors.published_clip, report_[head]->Judge(tensor, codec));
+  return errors;
+}
+
+absl::Status LayerFit::ExchangeErrors(std::vector<HeadErrors>* errors) const {
+  if (machine_.ranks->ranks_count() == 1) return absl::OkStatus();
+  const auto fields = [](HeadErrors* one) {
+    return std::array{&one->promised.error,       &one->promised.signal,
+                      &one->reported.error,       &one->reported.signal,
+                      &one->published_clip.error, &one->published_clip.signal};
+  };
+  // A sum of one number and zeros is that number.
+  std::vector<double> numbers;
+  for (HeadErrors& one : *errors) {
+    for (const double* field : fields(&one)) numbers.push_back(*field);
+  }
+  OKV_RETURN_IF_ERROR(machine_.ranks->Sum(absl::MakeSpan(numbers)));
+  auto number = numbers.begin();
+  for (HeadErrors& one : *errors) {
+    for (double* field : fields(&one)) *field = *number++;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status LayerFit::ReportErrors(FittedLayer* fitted) const {
   if (windows_.report.empty()) return absl::OkStatus();
-  const LayerRotation& rotation = fitted->rotation;
   LayerReport& report = fitted->report;
   report.reports_apart = windows_.reports_apart;
-  const size_t matrix = size_t{layer_.head_dim} * layer_.head_dim;
-  for (size_t head = 0; head < layer_.kv_heads; ++head) {
-    const size_t offset = rotation.rotation_heads == 1 ? 0 : head * matrix;
-    for (const KvTensor tensor : {KvTensor::kKeys, KvTensor::kValues}) {
-      const bool keys = tensor == KvTensor::kKeys;
-      RowCodec codec = {.rotation = (keys ? rotation.r_k : rotation.r_v).data() + offset,
-                        .group_size = options_.group_size,
-                        .clip_rank = (keys ? rotation.clip_rank_k : rotation.clip_rank_v)[head]};
-      OKV_ASSIGN_OR_RETURN(const SquaredError rows, report_[head]->CodecError(tensor, codec));
-      (keys ? report.promised_k : report.promised_v).Add(rows);
-      OKV_ASSIGN_OR_RETURN(const SquaredError outputs, report_[head]->Judge(tensor, codec));
-      (keys ? report.reported_k : report.reported_v).Add(outputs);
-      codec.clip_rank = ClipRank(keys ? kPublishedClipK : kPublishedClipV, layer_.head_dim);
-      OKV_ASSIGN_OR_RETURN(const SquaredError published, report_[head]->Judge(tensor, codec));
-      (keys ? report.published_clip_k : report.published_clip_v).Add(published);
-    }
+  // Task 2 h is head h's K, task 2 h + 1 its V.
+  std::vector<absl::StatusOr<HeadErrors>> tasks(2 * size_t{layer_.kv_heads}, HeadErrors{});
+  pool_->ParallelFor(tasks.size(), [&](size_t task) {
+    const KvTensor tensor = task % 2 == 0 ? KvTensor::kKeys : KvTensor::kValues;
+    if (IsMyHead(task / 2)) tasks[task] = ReportHead(fitted->rotation, tensor, task / 2);
+  });
+  std::vector<HeadErrors> errors;
+  for (const absl::StatusOr<HeadErrors>& task : tasks) {
+    OKV_RETURN_IF_ERROR(task.status());
+    errors.push_back(*task);
+  }
+  OKV_RETURN_IF_ERROR(ExchangeErrors(&errors));
+  for (size_t task = 0; task < errors.size(); ++task) {
+    const bool keys = task % 2 == 0;
+    (keys ? report.promised_k : report.promised_v).Add(errors[task].promised);
+    (keys ? report.reported_k : report.reported_v).Add(errors[task].reported);
+    (keys ? report.published_clip_k : report.published_clip_v).Add(errors[task].published_clip);
   }
   return absl::OkStatus();
 }
