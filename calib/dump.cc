@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <filesystem>
 #include <utility>
@@ -29,12 +30,21 @@ absl::string_view AsBytes(const std::vector<T>& values) {
 }
 
 // Refuses what is not finite.
-absl::Status CheckFinite(const std::vector<float>& rows, size_t tensor, const LayerDump& layer) {
-  const auto bad =
-      std::find_if(rows.begin(), rows.end(), [](float x) { return !std::isfinite(x); });
-  if (bad == rows.end()) return absl::OkStatus();
+absl::Status CheckFinite(const std::vector<float>& rows, size_t tensor, const LayerDump& layer,
+                         ThreadPool* pool) {
+  std::atomic<size_t> first_bad = rows.size();
+  ForEachPiece(rows.size(), pool, [&](size_t begin, size_t end) {
+    const float* const bad = std::find_if(rows.data() + begin, rows.data() + end,
+                                          [](float x) { return !std::isfinite(x); });
+    const size_t at = static_cast<size_t>(bad - rows.data());
+    if (at == end) return;
+    size_t known = first_bad;
+    while (at < known && !first_bad.compare_exchange_weak(known, at)) {
+    }
+  });
+  if (first_bad == rows.size()) return absl::OkStatus();
   const size_t heads = tensor == 0 ? layer.query_heads : layer.kv_heads;
-  const size_t row = static_cast<size_t>(bad - rows.begin()) / layer.head_dim;
+  const size_t row = first_bad / layer.head_dim;
   return absl::InvalidArgumentError(absl::StrCat("NaN or Inf in ", kDumpTensors[tensor],
                                                  " of layer ", layer.layer_id, ", token ",
                                                  row / heads, ", head ", row % heads));
@@ -296,24 +306,31 @@ absl::StatusOr<DumpReader> DumpReader::Open(const std::string& directory, const 
 }
 
 absl::StatusOr<LayerDump> DumpReader::ReadLayer(uint32_t position) const {
+  ThreadPool alone(1);
+  LayerDump layer;
+  OKV_RETURN_IF_ERROR(ReadLayer(position, &alone, &layer));
+  return layer;
+}
+
+absl::Status DumpReader::ReadLayer(uint32_t position, ThreadPool* pool, LayerDump* layer) const {
   OKV_CHECK(position < info_.layer_ids.size());
   OKV_ASSIGN_OR_RETURN(const std::unique_ptr<DumpLayer> file, OpenLayer(info_.layer_ids[position]));
   OKV_RETURN_IF_ERROR(CheckSame(*file));
-  LayerDump layer{.layer_id = file->layer_id(),
-                  .tokens_count = tokens_count_,
-                  .query_heads = info_.query_heads,
-                  .kv_heads = info_.kv_heads,
-                  .head_dim = info_.head_dim,
-                  .sequence_lengths = sequence_lengths_,
-                  .q = {},
-                  .k = {},
-                  .v = {}};
-  std::vector<float>* rows[] = {&layer.q, &layer.k, &layer.v};
+  *layer = {.layer_id = file->layer_id(),
+            .tokens_count = tokens_count_,
+            .query_heads = info_.query_heads,
+            .kv_heads = info_.kv_heads,
+            .head_dim = info_.head_dim,
+            .sequence_lengths = sequence_lengths_,
+            .q = std::move(layer->q),
+            .k = std::move(layer->k),
+            .v = std::move(layer->v)};
+  std::vector<float>* rows[] = {&layer->q, &layer->k, &layer->v};
   for (size_t i = 0; i < 3; ++i) {
-    OKV_ASSIGN_OR_RETURN(*rows[i], file->Read(i));
-    OKV_RETURN_IF_ERROR(CheckFinite(*rows[i], i, layer));
+    OKV_RETURN_IF_ERROR(file->Read(i, pool, rows[i]));
+    OKV_RETURN_IF_ERROR(CheckFinite(*rows[i], i, *layer, pool));
   }
-  return layer;
+  return absl::OkStatus();
 }
 
 }  // namespace okv

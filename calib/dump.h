@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "calib/attention.h"
+#include "kernels/thread_pool.h"
 
 namespace okv {
 
@@ -133,8 +134,10 @@ class DumpReader {
 
   // Reads layer info().layer_ids[position]. kInvalidArgument naming layer, tensor, token and head
   // of the first NaN or Inf; kDataLoss naming the file whose checksum does not match; otherwise as
-  // Open, should a file have changed.
+  // Open, should a file have changed. The second takes `layer`'s memory for it, whatever it held:
+  // pages that are new to the process take longer than reading. `layer` is unspecified on errors.
   absl::StatusOr<LayerDump> ReadLayer(uint32_t position) const;
+  absl::Status ReadLayer(uint32_t position, ThreadPool* pool, LayerDump* layer) const;
 
  private:
   explicit DumpReader(DumpLayerSource source);

@@ -95,6 +95,13 @@ absl::StatusOr<DumpListing> ListDump(const std::string& directory) {
   return listing;
 }
 
+void ForEachPiece(size_t count, ThreadPool* pool, absl::FunctionRef<void(size_t, size_t)> visit) {
+  constexpr size_t kPiece = size_t{1} << 20;  // 2^20 numbers of fp32 = 4 MiB.
+  pool->ParallelFor((count + kPiece - 1) / kPiece, [&](size_t piece) {
+    visit(piece * kPiece, std::min(count, (piece + 1) * kPiece));
+  });
+}
+
 absl::Status CheckRowShape(absl::string_view name, const std::vector<uint64_t>& shape) {
   if (shape.size() == 3) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("tensor ", name, " has shape [",

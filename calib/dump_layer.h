@@ -7,10 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "calib/dump.h"
+#include "kernels/thread_pool.h"
 #include "proto/format.h"
 
 namespace okv {
@@ -41,9 +43,10 @@ class DumpLayer {
  public:
   virtual ~DumpLayer() = default;
 
-  // Tensor 0 (q), 1 (k) or 2 (v), [tokens, heads, head_dim] as fp32. Errors as DumpReader::Open,
-  // should a file have changed, and kDataLoss for a checksum that does not match.
-  virtual absl::StatusOr<std::vector<float>> Read(size_t tensor) const = 0;
+  // Tensor 0 (q), 1 (k) or 2 (v), [tokens, heads, head_dim] as fp32, in place of what `rows` held.
+  // Errors as DumpReader::Open, should a file have changed, and kDataLoss for a checksum that does
+  // not match; `rows` are then unspecified.
+  virtual absl::Status Read(size_t tensor, ThreadPool* pool, std::vector<float>* rows) const = 0;
 
   const DumpInfo& info() const { return info_; }
   uint32_t layer_id() const { return layer_id_; }
@@ -63,6 +66,9 @@ class DumpLayer {
   uint32_t tokens_count_ = 0;
   std::vector<uint32_t> sequence_lengths_;
 };
+
+// Calls `visit(begin, end)` for each piece of [0, count), on the pool's threads.
+void ForEachPiece(size_t count, ThreadPool* pool, absl::FunctionRef<void(size_t, size_t)> visit);
 
 // Checks that a tensor of rows has three dimensions. kInvalidArgument naming the tensor.
 absl::Status CheckRowShape(absl::string_view name, const std::vector<uint64_t>& shape);

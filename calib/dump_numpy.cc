@@ -35,8 +35,9 @@ class NumpyLayer : public DumpLayer {
   }
 
   absl::Status Open();
-  absl::StatusOr<std::vector<float>> Read(size_t tensor) const override {
-    return arrays_[tensor].array.ReadFloats();
+  absl::Status Read(size_t tensor, ThreadPool*, std::vector<float>* rows) const override {
+    OKV_ASSIGN_OR_RETURN(*rows, arrays_[tensor].array.ReadFloats());
+    return absl::OkStatus();
   }
 
  private:

@@ -64,7 +64,7 @@ class SafetensorsLayer : public DumpLayer {
   explicit SafetensorsLayer(MappedFile file) : file_(std::move(file)) {}
 
   absl::Status Open(uint32_t layer_id);
-  absl::StatusOr<std::vector<float>> Read(size_t tensor) const override;
+  absl::Status Read(size_t tensor, ThreadPool* pool, std::vector<float>* rows) const override;
 
  private:
   absl::Status TakeMetadata();
@@ -116,20 +116,25 @@ absl::Status SafetensorsLayer::Open(uint32_t layer_id) {
   return absl::InvalidArgumentError(absl::StrCat("__metadata__ says layer ", layer_id_));
 }
 
-absl::StatusOr<std::vector<float>> SafetensorsLayer::Read(size_t tensor) const {
-  const absl::string_view data = tensors_[tensor]->data;
-  if (tensors_[tensor]->dtype == "F32") {
-    std::vector<float> rows(data.size() / sizeof(float));
-    std::memcpy(rows.data(), data.data(), data.size());
-    return rows;
-  }
-  std::vector<float> rows(data.size() / sizeof(uint16_t));
-  for (size_t i = 0; i < rows.size(); ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, data.data() + 2 * i, sizeof(bits));
-    rows[i] = Bf16ToFloat(bits);
-  }
-  return rows;
+absl::Status SafetensorsLayer::Read(size_t tensor, ThreadPool* pool,
+                                    std::vector<float>* rows) const {
+  const char* const data = tensors_[tensor]->data.data();
+  const bool wide = tensors_[tensor]->dtype == "F32";
+  const size_t count = tensors_[tensor]->data.size() / (wide ? sizeof(float) : sizeof(uint16_t));
+  rows->resize(count);
+  float* const to = rows->data();
+  ForEachPiece(count, pool, [&](size_t begin, size_t end) {
+    if (wide) {
+      std::memcpy(to + begin, data + begin * sizeof(float), (end - begin) * sizeof(float));
+      return;
+    }
+    for (size_t i = begin; i < end; ++i) {
+      uint16_t bits;
+      std::memcpy(&bits, data + 2 * i, sizeof(bits));
+      to[i] = Bf16ToFloat(bits);
+    }
+  });
+  return absl::OkStatus();
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ class TorchLayer : public DumpLayer {
   }
 
   absl::Status Open();
-  absl::StatusOr<std::vector<float>> Read(size_t tensor) const override;
+  absl::Status Read(size_t tensor, ThreadPool*, std::vector<float>* rows) const override;
 
  private:
   std::string Path(absl::string_view tensor, uint32_t number) const {
@@ -164,10 +164,10 @@ absl::Status TorchLayer::TakeFileLengths(uint32_t number, uint64_t tokens_count)
   return status.ok() ? status : InFile(path, status);
 }
 
-absl::StatusOr<std::vector<float>> TorchLayer::Read(size_t tensor) const {
+absl::Status TorchLayer::Read(size_t tensor, ThreadPool*, std::vector<float>* rows) const {
   const size_t heads = tensor == 0 ? info_.query_heads : info_.kv_heads;
-  std::vector<float> rows;
-  rows.reserve(size_t{tokens_count_} * heads * info_.head_dim);
+  rows->clear();
+  rows->reserve(size_t{tokens_count_} * heads * info_.head_dim);
   for (size_t i = 0; i < numbers_.size(); ++i) {
     const std::string path = Path(kDumpTensors[tensor], numbers_[i]);
     OKV_ASSIGN_OR_RETURN(const TensorFile file, OpenTensor(path));
@@ -176,9 +176,9 @@ absl::StatusOr<std::vector<float>> TorchLayer::Read(size_t tensor) const {
     }
     const absl::StatusOr<std::vector<float>> part = file.torch.ReadFloats(file.tensor());
     if (!part.ok()) return InFile(path, part.status());
-    rows.insert(rows.end(), part->begin(), part->end());
+    rows->insert(rows->end(), part->begin(), part->end());
   }
-  return rows;
+  return absl::OkStatus();
 }
 
 }  // namespace

@@ -617,8 +617,9 @@ absl::StatusOr<FitResult> FitRotations(const DumpReader& dump, const FitOptions&
   set.head_dim = info.head_dim;
   set.group_size = options.group_size;
   set.method = std::string(MethodName(options.method));
+  LayerDump layer;
   for (uint32_t position = 0; position < info.layer_ids.size(); ++position) {
-    OKV_ASSIGN_OR_RETURN(const LayerDump layer, dump.ReadLayer(position));
+    OKV_RETURN_IF_ERROR(dump.ReadLayer(position, machine.pool, &layer));
     OKV_ASSIGN_OR_RETURN(const FittedLayer fitted, FitLayer(layer, options, machine));
     const LayerRotation& rotation = fitted.rotation;
     set.rotation_heads = rotation.rotation_heads;

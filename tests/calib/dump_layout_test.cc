@@ -305,9 +305,12 @@ TEST_F(TorchDumpTest, AFileThatChangesUnderAnOpenLayerIsNoticed) {
       .directory = directory_.path(), .listing = *ListDump(directory_.path()), .names = kNames};
   const auto layer = OpenTorchLayer(source, 7);
   ASSERT_TRUE(layer.ok()) << layer.status();
-  EXPECT_EQ((*layer)->Read(1)->size(), layers_[1].k.size());
+  ThreadPool pool(1);
+  std::vector<float> rows;
+  ASSERT_TRUE((*layer)->Read(1, &pool, &rows).ok());
+  EXPECT_EQ(rows.size(), layers_[1].k.size());
   Replace("k/1.pt", TorchType::kFloat, {1, 2, 64}, std::string(512, '\0'));
-  EXPECT_THAT(std::string((*layer)->Read(1).status().message()),
+  EXPECT_THAT(std::string((*layer)->Read(1, &pool, &rows).message()),
               HasSubstr("layer_7/k/1.pt: it has changed"));
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/thread_pool.h"
 #include "tests/calib/test_data.h"
 
 namespace okv {
@@ -61,6 +62,44 @@ TEST(DumpTest, Float32TensorsAndWideLengthsAreRead) {
   EXPECT_EQ(layer->q, expected.q);
   EXPECT_EQ(layer->v, expected.v);
   EXPECT_THAT(layer->sequence_lengths, ElementsAre(100, 60));
+}
+
+TEST(DumpTest, ALayerIsReadByThreadsIntoAnothersMemory) {
+  const TempDirectory directory;
+  const SyntheticShape shape = {.sequence_lengths = {9000}};  // 2.3 M numbers of q: three pieces.
+  WriteDump(directory.path(), {0, 1}, shape, 1);
+  const auto reader = DumpReader::Open(directory.path());
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  ThreadPool pool(3);
+  LayerDump layer = SyntheticLayer({.sequence_lengths = {9, 2}, .layer_id = 5}, 7);
+  for (uint32_t position = 0; position < 2; ++position) {
+    const float* const memory = layer.q.data();
+    ASSERT_TRUE(reader->ReadLayer(position, &pool, &layer).ok());
+    if (position > 0) {
+      EXPECT_EQ(layer.q.data(), memory);
+    }
+    const LayerDump expected = SyntheticLayer(shape, 1 + position);
+    EXPECT_EQ(layer.layer_id, position);
+    EXPECT_THAT(layer.sequence_lengths, ElementsAre(9000));
+    EXPECT_EQ(layer.q, expected.q);
+    EXPECT_EQ(layer.k, expected.k);
+    EXPECT_EQ(layer.v, expected.v);
+  }
+}
+
+TEST(DumpTest, OfSeveralBadNumbersTheFirstIsNamed) {
+  const TempDirectory directory;
+  LayerDump bad = SyntheticLayer({.sequence_lengths = {9000}}, 1);
+  const size_t token = size_t{bad.query_heads} * bad.head_dim;
+  for (const size_t at : {8999 * token, 5000 * token, 4999 * token}) bad.q[at] = std::nanf("");
+  WriteFile(directory.Path("layer_0.safetensors"),
+            RawSafetensors(LayerMetadata(0, "0"), RawTensors(bad)));
+  const auto reader = DumpReader::Open(directory.path());
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  ThreadPool pool(3);
+  LayerDump layer;
+  EXPECT_THAT(std::string(reader->ReadLayer(0, &pool, &layer).message()),
+              HasSubstr("q of layer 0, token 4999, head 0"));
 }
 
 TEST(DumpWriterTest, AnUnfinishedDumpLeavesNothingBehind) {
