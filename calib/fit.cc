@@ -190,6 +190,9 @@ class LayerFit {
   // Those that AllStarts lists rotations of values for.
   std::vector<ValueObjective> ValueObjectives() const;
   absl::StatusOr<std::vector<Matrix>> KeyBases(const Matrix& c_q, const Matrix& c_k) const;
+  // `c_v` is by objective.
+  absl::StatusOr<std::vector<Matrix>> ValueBases(const std::vector<std::vector<Matrix>>& c_v,
+                                                 size_t unit) const;
   // The objectives that KeyBases lists bases for.
   std::vector<KeyObjective> KeyObjectives() const;
   // One for each unit: a KV head, or all of them.
@@ -287,6 +290,16 @@ absl::StatusOr<std::vector<Matrix>> LayerFit::KeyBases(const Matrix& c_q, const 
   return bases;
 }
 
+absl::StatusOr<std::vector<Matrix>> LayerFit::ValueBases(
+    const std::vector<std::vector<Matrix>>& c_v, size_t unit) const {
+  std::vector<Matrix> bases;
+  for (const std::vector<Matrix>& one : c_v) {
+    OKV_ASSIGN_OR_RETURN(EigenSystem values, EigenOf(one[unit], "values", layer_.head_dim));
+    bases.push_back(std::move(values.vectors));
+  }
+  return bases;
+}
+
 absl::StatusOr<std::vector<LayerFit::Starts>> LayerFit::AllStarts() const {
   const uint32_t dim = layer_.head_dim;
   const size_t units_count = shared_ ? 1 : layer_.kv_heads;
@@ -309,16 +322,19 @@ absl::StatusOr<std::vector<LayerFit::Starts>> LayerFit::AllStarts() const {
     OKV_ASSIGN_OR_RETURN(per_head, text.Keys());
     c_k = Scoped(per_head);
   }
+  // Task 2 i is unit i's K, task 2 i + 1 its V.
+  std::vector<absl::StatusOr<std::vector<Matrix>>> tasks(2 * units_count, std::vector<Matrix>{});
+  pool_->ParallelFor(tasks.size(), [&](size_t task) {
+    const size_t unit = task / 2;
+    tasks[task] = task % 2 == 0 ? KeyBases(c_q[unit], c_k[unit]) : ValueBases(c_v, unit);
+    if (!tasks[task].ok()) return;
+    for (Matrix& basis : *tasks[task]) basis = RotationFromEigenvectors(basis, dim);
+  });
   std::vector<Starts> starts(units_count);
-  for (size_t unit = 0; unit < units_count; ++unit) {
-    OKV_ASSIGN_OR_RETURN(const std::vector<Matrix> bases, KeyBases(c_q[unit], c_k[unit]));
-    for (const Matrix& basis : bases) {
-      starts[unit].keys.push_back(RotationFromEigenvectors(basis, dim));
-    }
-    for (const std::vector<Matrix>& one : c_v) {
-      OKV_ASSIGN_OR_RETURN(const EigenSystem values, EigenOf(one[unit], "values", dim));
-      starts[unit].values.push_back(RotationFromEigenvectors(values.vectors, dim));
-    }
+  for (size_t task = 0; task < tasks.size(); ++task) {
+    OKV_RETURN_IF_ERROR(tasks[task].status());
+    Starts& unit = starts[task / 2];
+    (task % 2 == 0 ? unit.keys : unit.values) = *std::move(tasks[task]);
   }
   return starts;
 }

@@ -113,7 +113,8 @@ struct FitMachine {
   FitMachine(ThreadPool* threads) : pool(threads) {}  // NOLINT: a pool is all that most need.
   ThreadPool* pool;
   // Those who share the work: null for this process alone. Each rank fits the same dump with the
-  // same options. The covariances are of shares of the text, added up; the searches are shared out.
+  // same options. The covariances are of shares of the text, added up; the searches and the
+  // reporting windows' errors are shared out.
   AllReduce* ranks = nullptr;
   CovarianceDevice* device = nullptr;  // Null: the pool's CPU.
 };
