@@ -249,6 +249,33 @@ TEST_F(RankedFitTest, FitsAreThoseOfOneRank) {
   }
 }
 
+TEST_F(RankedFitTest, EveryRankReportsTheErrorsOfAllHeads) {
+  WriteDump(directory_.Path("dump"), {0}, {.sequence_lengths = {150, 160, 170, 140}}, 3);
+  const auto dump = DumpReader::Open(directory_.Path("dump"));
+  const FitOptions options =
+      Cheap(Method::kHadamard, RotationScope::kKvHead, ValueObjective::kSoftmax);
+  ThreadPool pool(1);
+  const auto alone = FitRotations(*dump, options, FitMachine(&pool), nullptr);
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  const LayerReport& expected = alone->layers[0];
+  EXPECT_GT(expected.reported_k.error, 0);
+  EXPECT_NE(expected.reported_k.error, expected.published_clip_k.error);
+  OnEachRank(MakeThreadRanks(3), [&](AllReduce* mine) {
+    ThreadPool threads(2);
+    FitMachine machine(&threads);
+    machine.ranks = mine;
+    const auto result = FitRotations(*dump, options, machine, nullptr);
+    ASSERT_TRUE(result.ok()) << result.status();
+    const LayerReport& report = result->layers[0];
+    for (const auto field : {&LayerReport::promised_k, &LayerReport::promised_v,
+                             &LayerReport::reported_k, &LayerReport::reported_v,
+                             &LayerReport::published_clip_k, &LayerReport::published_clip_v}) {
+      EXPECT_EQ((report.*field).error, (expected.*field).error);
+      EXPECT_EQ((report.*field).signal, (expected.*field).signal);
+    }
+  });
+}
+
 TEST_F(RankedFitTest, AnErrorOfOneRankEndsAllFits) {
   WriteDump(directory_.Path("dump"), {0}, {.sequence_lengths = {40, 70}, .head_dim = 128}, 3);
   const auto dump = DumpReader::Open(directory_.Path("dump"));
