@@ -49,12 +49,6 @@ Matrix SomeTurn(uint32_t seed) {
   return turn;
 }
 
-double Product(const Matrix& a, const Matrix& b) {
-  double sum = 0;
-  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
-  return sum;
-}
-
 // The loss at R exp(size turn), and what the gradient at R promises per unit of size.
 class BatchGradientTest : public testing::Test {
  protected:
