@@ -77,6 +77,16 @@ __device__ __forceinline__ bool BeginWidePiece(const AttendKernelParams& params,
   return more;
 }
 
+// All groups of a block meet equally often in a piece, twice a unit, or racecheck loses the block's
+// barrier (tests/kernels/cuda/named_barriers.cu). The group has had `had` of the piece's units.
+template <class T>
+__device__ __forceinline__ void MeetAsOften(int group, int had, int units) {
+  if (had < (units + T::kWarps - 1) / T::kWarps) {
+    WarpgroupSync(group);
+    WarpgroupSync(group);
+  }
+}
+
 // The block's plan and first piece into shared memory. False: there is nothing to do.
 template <class T>
 __device__ __forceinline__ bool LoadPlan(const AttendKernelParams& params, WideState<T>* state) {
@@ -112,9 +122,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   PrefetchRotation<T>(RotationOf<T>(params.decode.r_v, params, piece));
   StartWideLoads<T>(params, piece, &ring, shared);
   WideSums<T> sums;
-  int unit = group;    // The group's next one in the piece
-  uint32_t index = 0;  // The same of all its units, and in the ring
-  uint32_t place = 0, parity = 0;
+  int unit = group;                           // The group's next one in the piece
+  uint32_t index = 0, place = 0, parity = 0;  // Of all its units, and in the ring
   while (true) {
     const bool more = BeginWidePiece<T>(params, block, piece, shared, &sums);
     const int units = piece.Units();
@@ -139,7 +148,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         sums.AddInt2(slots, &scores, shared, request);
       } else {
         request();
-        WarpgroupSync(group);  // As often as in an INT2 unit, see below
+        WarpgroupSync(group);  // For MeetAsOften()
         sums.AddBf16(params, piece, piece.Bf16Unit(unit), slots, *shared);
       }
       ++index;
@@ -148,12 +157,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         parity ^= 1;
       }
     }
-    // All groups of a block meet equally often in a piece, or racecheck loses the block's barrier
-    // (tests/kernels/cuda/named_barriers.cu). The group has had unit / kWarps units.
-    if (unit / T::kWarps < (units + T::kWarps - 1) / T::kWarps) {
-      WarpgroupSync(group);
-      WarpgroupSync(group);
-    }
+    MeetAsOften<T>(group, unit / T::kWarps, units);
     unit -= units;
     sums.Finish(shared);
     FinishPiece<T>(params, block, piece, shared);
