@@ -141,9 +141,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       WarpgroupSync(group);
       // All four warps are done with the unit before; its place is asked for again a little later.
-      const auto request = [&] {
-        if (index > 0) ring.Request(index - 1 + kUnits, place == 0 ? kUnits - 1 : place - 1);
-      };
+      const auto request = [&] { ring.RequestBehind(index, place); };
       if (is_int2) {
         sums.AddInt2(slots, &scores, shared, request);
       } else {

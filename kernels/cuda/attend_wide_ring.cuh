@@ -89,6 +89,11 @@ class WideRing {
     __syncwarp();
   }
 
+  // Asks for what follows the ring in the place of the unit before unit `index`, if there is one.
+  __device__ __forceinline__ void RequestBehind(uint32_t index, uint32_t place) {
+    if (index > 0) Request(index - 1 + kUnits, place == 0 ? kUnits - 1 : place - 1);
+  }
+
   // Waits for the unit in `place`; parity changes with every round of places, from 0.
   __device__ __forceinline__ UnitSlots<T> Wait(uint32_t place, uint32_t parity) {
     BarrierWait(Arrived(place), parity);
