@@ -11,7 +11,7 @@
 #   --limit SECONDS  of every part, instead of its own: ranks 25, nvlink 60, covariances 30,
 #                    calibrate 50, faults 70
 #   --layers N       of the dump that is calibrated on, 30,000 tokens each (default 4: 1.5 GB of
-#                    disk; a layer takes each fit about 4 s)
+#                    disk; each fit takes about 4 s)
 #   --rounds N       of the faults (default 4: one took 11 s on one GPU, which each node's start
 #                    has to open)
 #
