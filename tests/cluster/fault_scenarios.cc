@@ -140,6 +140,23 @@ std::string Drain(Round* round) {
   return "";
 }
 
+// All readers fetch the same and are stopped in the middle: tried until the node holds something
+// for one of them, at most 20 times, as a fetch takes a few milliseconds. Whether it does then.
+bool StopWhilePinned(Round* round, const std::vector<FaultWorker*>& readers,
+                     const Round::Fetch& fetch, uint64_t pause_ms) {
+  constexpr int kTries = 20;
+  for (int tries = 1;; ++tries) {
+    for (FaultWorker* reader : readers) round->SendFetch(reader, fetch);
+    round->RandomPause(pause_ms);
+    for (FaultWorker* reader : readers) reader->Signal(SIGSTOP);
+    const bool pinned = round->Metric(0, "okv_node_pins") > 0;
+    if (pinned || tries == kTries) return pinned;
+    for (FaultWorker* reader : readers) reader->Signal(SIGCONT);
+    for (FaultWorker* reader : readers) round->FinishFetch(reader, fetch, Mode::kStrict);
+    pause_ms = std::max<uint64_t>(1, pause_ms / 2);
+  }
+}
+
 // A reader stops in the middle of a fetch while a writer fills the arena twice; half of the time
 // what it reads was spilled before. It goes on, or dies.
 std::string SlowReader(Round* round) {
@@ -156,10 +173,7 @@ std::string SlowReader(Round* round) {
   }
   const auto count = static_cast<uint32_t>(round->Pick(1, 40));
   const Round::Fetch fetch = {.blocks = ChainBlocks(0, 0, count), .deadline = Millis(20'000)};
-  round->SendFetch(reader, fetch);
-  round->RandomPause(10);
-  reader->Signal(SIGSTOP);
-  round->Saw("slow_readers_with_pins", round->Metric(0, "okv_node_pins") > 0);
+  round->Saw("slow_readers_with_pins", StopWhilePinned(round, {reader}, fetch, 10));
   const Round::Put twice = {.blocks = ChainBlocks(next, 0, 200 + 2 * more)};
   ExpectStored(round, "writer", round->DoPut(writer, twice));
   if (round->Pick(0, 3) == 0) {
@@ -229,14 +243,13 @@ std::string WorkerKilledWhilePinned(Round* round) {
   ExpectStored(round, "writer", round->DoPut(writer, put));
   std::vector<FaultWorker*> readers;
   for (int i = 0; i < 3; ++i) readers.push_back(round->StartWorker());
-  for (FaultWorker* reader : readers) {
-    round->SendFetch(reader, {.blocks = ChainBlocks(0, 0, 100)});
-  }
-  round->RandomPause(80);
+  const Round::Fetch fetch = {.blocks = ChainBlocks(0, 0, 100)};
   // Mostly they are stopped first: only then can anybody see what they hold.
   if (round->Pick(0, 3) > 0) {
-    for (FaultWorker* reader : readers) reader->Signal(SIGSTOP);
-    round->Saw("readers_killed_while_pinned", round->Metric(0, "okv_node_pins") > 0);
+    round->Saw("readers_killed_while_pinned", StopWhilePinned(round, readers, fetch, 80));
+  } else {
+    for (FaultWorker* reader : readers) round->SendFetch(reader, fetch);
+    round->RandomPause(80);
   }
   for (FaultWorker* reader : readers) round->KillWorker(reader);
   const auto asked = std::chrono::steady_clock::now();

@@ -139,14 +139,21 @@ std::string CutLink(Round* round) {
   const bool connected = round->Pick(0, 1) == 1;  // Half of the links go while they are made.
   if (connected) round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 4)}, Mode::kStrict);
   round->SendPut(writer, put);
-  round->SendFetch(reader, fetch);
-  round->RandomPause(connected ? 40 : 80);
-  link->Set(false);
-  size_t cut = 0;
-  for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {
-    cut += read.code != 0;
+  uint64_t pause_ms = connected ? 40 : 80;
+  bool in_the_middle = false;
+  for (int tries = 0; tries < 5 && !in_the_middle; ++tries) {
+    link->Set(true);
+    round->SendFetch(reader, fetch);
+    round->RandomPause(pause_ms);
+    link->Set(false);
+    size_t cut = 0;
+    for (const Oracle::Read& read : round->FinishFetch(reader, fetch, Mode::kExcused)) {
+      cut += read.code != 0;
+    }
+    in_the_middle = cut > 0 && cut < fetch.blocks.size();
+    pause_ms = cut == 0 ? pause_ms / 2 + 1 : 2 * pause_ms;
   }
-  round->Saw("transfers_cut", cut > 0 && cut < fetch.blocks.size());
+  round->Saw("transfers_cut", in_the_middle);
   round->DoFetch(reader, {.blocks = ChainBlocks(0, 0, 8), .deadline = Millis(300), .keep = true},
                  Mode::kExcused);
   link->Set(true);
