@@ -36,6 +36,7 @@ class NumpyLayer : public DumpLayer {
 
   absl::Status Open();
   absl::Status Read(size_t tensor, ThreadPool*, std::vector<float>* rows) const override {
+    std::vector<float>().swap(*rows);  // Not beside what replaces it.
     OKV_ASSIGN_OR_RETURN(*rows, arrays_[tensor].array.ReadFloats());
     return absl::OkStatus();
   }

@@ -98,10 +98,10 @@ class Transport {
   // Registers memory that payloads are sent from or received into often (arenas): optional for host
   // memory, saves the registration per transfer. A device's memory must be registered, one
   // allocation of cudaMalloc in one call (a peer on the same host can map all of it): otherwise it
-  // may not be a payload's. Any thread, before use; the
-  // memory outlives the Transport. kFailedPrecondition for a device's memory without a device in
-  // the options. The first of a device's makes the staging, too: kResourceExhausted naming
-  // device_staging_bytes when the device has no room for that.
+  // may not be a payload's. Any thread, before use; the memory outlives the Transport.
+  // kFailedPrecondition for a device's memory without a device in the options, kInvalidArgument for
+  // memory that is not of that device. The first of a device's makes the staging, too:
+  // kResourceExhausted naming device_staging_bytes when the device has no room for that.
   virtual absl::Status RegisterMemory(absl::Span<uint8_t> memory, MemoryKind kind) = 0;
   absl::Status RegisterMemory(absl::Span<uint8_t> memory) {
     return RegisterMemory(memory, MemoryKind::kHost);

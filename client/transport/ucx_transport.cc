@@ -605,6 +605,16 @@ absl::Status UcxTransport::RegisterMemory(absl::Span<uint8_t> memory, MemoryKind
     return absl::FailedPreconditionError(
         "a device's memory cannot be registered with a transport without a device");
   }
+  if (kind == MemoryKind::kDevice) {
+    // Once: what is registered is later taken for the device's without asking.
+    const absl::StatusOr<MemoryKind> found = options_.device->KindOf(memory.data());
+    if (!found.ok() || *found != MemoryKind::kDevice) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "memory to register: ", found.ok()
+                                      ? absl::StrCat("it is not of ", options_.device->name())
+                                      : std::string(found.status().message())));
+    }
+  }
   return RunOnThread([&]() -> absl::Status {
     OKV_RETURN_IF_ERROR(memories_.Register(context_, memory, kind));
     const bool needs_staging =

@@ -212,6 +212,20 @@ TEST(UcxDeviceTest, WithoutItsCudaOrWithoutADeviceItIsRefused) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("host device"));
 }
 
+TEST(UcxDeviceTest, MemoryThatIsNotOfTheDeviceIsNotRegistered) {
+  HostDevice device{/*fenced=*/false};
+  UcxTransportOptions options;
+  options.device = &device;
+  const auto transport = CreateUcxTransport(options);
+  if (!transport.ok()) GTEST_SKIP() << transport.status();  // It needs a GPU and a UCX for it.
+  std::vector<uint8_t> memory(4096);
+  const absl::Status status =
+      (*transport)->RegisterMemory(absl::MakeSpan(memory), MemoryKind::kDevice);
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("not of host device"));
+  EXPECT_FALSE((*transport)->has_device_memory(memory));
+}
+
 TEST(UcxDeviceTest, ATransportWithoutADeviceTakesNoDevicesMemory) {
   const auto transport = CreateUcxTransport({});
   ASSERT_TRUE(transport.ok()) << transport.status();

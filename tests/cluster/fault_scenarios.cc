@@ -146,6 +146,8 @@ bool StopWhilePinned(Round* round, const std::vector<FaultWorker*>& readers,
                      const Round::Fetch& fetch, uint64_t pause_ms) {
   constexpr int kTries = 20;
   for (int tries = 1;; ++tries) {
+    // Spills hold objects as well.
+    round->WaitUntil("nothing is held", [round] { return round->Metric(0, "okv_node_pins") == 0; });
     for (FaultWorker* reader : readers) round->SendFetch(reader, fetch);
     round->RandomPause(pause_ms);
     for (FaultWorker* reader : readers) reader->Signal(SIGSTOP);
