@@ -1,4 +1,5 @@
 #include "cmd/bench/load_only.h"
+#include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/ptx.cuh"
 
 namespace okv::cuda {
@@ -59,17 +60,12 @@ cudaError_t LoadOnly(const LoadOnlyParams& params, cudaStream_t stream) {
   error = cudaFuncSetAttribute(LoadOnlyKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kSharedBytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = processors;
-  config.blockDim = 32 * kWarps;
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, LoadOnlyKernel, params);
+  return LaunchEarly(LoadOnlyKernel,
+                     {.gridDim = dim3(processors),
+                      .blockDim = dim3(32 * kWarps),
+                      .dynamicSmemBytes = kSharedBytes,
+                      .stream = stream},
+                     params.early, params);
 }
 
 }  // namespace okv::cuda

@@ -2,6 +2,7 @@
 #define OKV_KERNELS_CUDA_ATTEND_LAUNCH_CUH_
 
 #include "kernels/cuda/attend_kernel.cuh"
+#include "kernels/cuda/early_launch.h"
 
 namespace okv::cuda {
 
@@ -14,17 +15,12 @@ cudaError_t LaunchKernel(Kernel kernel, const AttendKernelParams& params, cudaSt
   const cudaError_t set = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                static_cast<int>(shared_bytes));
   if (set != cudaSuccess) return set;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(params.geometry.blocks_count);
-  config.blockDim = dim3(T::kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return LaunchEarly(kernel,
+                     {.gridDim = dim3(params.geometry.blocks_count),
+                      .blockDim = dim3(T::kThreads),
+                      .dynamicSmemBytes = shared_bytes,
+                      .stream = stream},
+                     /*early=*/true, params);
 }
 
 template <class T>

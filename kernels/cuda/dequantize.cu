@@ -15,11 +15,16 @@
 namespace okv::cuda {
 namespace {
 
-// d 256 has 128 KiB of rotation, and twice the registers for a row. Blocks of one group with a
-// rotation: 405 us for 422 with two (d 128, all layers).
+// Blocks of one group with a rotation: 405 us for 422 with two (d 128, all layers). d 256 has 128
+// KiB of rotation: one block a multiprocessor, of as many warps as there is room for tiles; they
+// have registers for 64 columns of a product at a time (all layers, half as many of them: 611 us; 8
+// warps and 128 columns: 685). At d 128 20 warps so take 479 for 398, at d 64 226 for 223.
 template <int kDim, bool kRotate>
-using DequantizeShape = std::conditional_t<kRotate && kDim <= 128, RowShape<4, 4>,
-                                           RowShape<8, (kRotate ? 2 : 4) / (kDim == 256 ? 2 : 1)>>;
+using DequantizeShape =
+    std::conditional_t<kRotate, std::conditional_t<kDim == 256, RowShape<12, 1>, RowShape<4, 4>>,
+                       RowShape<8, kDim == 256 ? 2 : 4>>;
+template <int kDim>
+inline constexpr int kDequantizeTiles = kDim == 256 ? 8 : kRotateTiles<kDim>;
 
 // The run of a unit's tile; null when its block is left out or not there.
 template <int kDim>
@@ -57,21 +62,25 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void DequantizeKer
     waits = false;
   }
   for (uint32_t unit = work.unit; unit < work.units_end; unit += UnitStep()) {
-    RowFragment<kDim> y;
-    DequantizeTile(packed, work.is_value, lane, &y);
+    RowFragment<kDim> values;
+    DequantizeTile(packed, work.is_value, lane, &values);
     const bool is_there = run != nullptr;
     run = RunOf<kDim>(params, work, unit + UnitStep());
     if (run != nullptr) ReadPackedTile(run, warp_tile, work.is_value, lane, &packed);
-    if (kRotate) {
-      const RowFragment<kDim> x = y;
-      RotateFragment<kDim, /*kTranspose=*/true>(x, rotation, lane, &y);
-    }
     TileRows<__nv_bfloat16> to = {};
-    if (is_there) {
+    const auto find_rows = [&] {
+      if (!is_there) return;
       to = FindTileRows<kDim>(rows, TileOfUnit(unit) * kTileTokens<kDim>, params.blocks_count * 64,
                               lane);
+    };
+    if (kRotate) {
+      RotateFragment<kDim, /*kTranspose=*/true, kDequantizeTiles<kDim>>(values, rotation, lane,
+                                                                        tile);
+      find_rows();  // In front of the product it takes registers that that needs
+    } else {
+      find_rows();
+      WriteFragment<kDim>(values, lane, tile);
     }
-    WriteFragment<kDim>(y, lane, tile);
     __syncwarp();
     if (!kRotate && waits) {
       WaitAndLetStart();

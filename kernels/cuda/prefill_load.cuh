@@ -14,6 +14,7 @@
 namespace okv::cuda {
 
 struct PrefillTensorMaps {
+  CUtensorMap q;        // [query_tokens_max][query_heads][head_dim]
   CUtensorMap bf16;     // [slots][kv_heads][128 rows: K, V][head_dim]
   CUtensorMap history;  // The same, blocks of the workspace
   CUtensorMap r_k;      // [rotation_heads * head_dim][head_dim]
@@ -33,6 +34,9 @@ struct PrefillWgmmaTile {
   static constexpr uint32_t kHalfBytes = kTokens * kSwizzledRowBytes;
   static constexpr uint32_t kStageBytes = kHalves * kHalfBytes;
   static constexpr uint32_t kQueryBytes = kHalves * kSwizzledPageBytes;  // Of a unit
+  // Units whose queries come in one stage of keys.
+  static constexpr int kStageUnits = kStageBytes / kQueryBytes;
+  static constexpr int kQueryStages = 2 / kStageUnits;
 
   static constexpr uint32_t kKeys = 2 * kQueryBytes;
   static constexpr uint32_t kValues = kKeys + kStages * kStageBytes;
@@ -153,7 +157,6 @@ class PrefillPlanner {
         if (used && lane_ == 0) *item = next;
         index = Take();
         if (!used) continue;
-        PrefetchQueries(next);
         last = false;
       } else if (lane_ == 0) {
         item->kv_head = -1;
@@ -174,15 +177,6 @@ class PrefillPlanner {
     uint32_t taken = 0;
     if (lane_ == 0) taken = atomicAdd(launch_.plan.taken, 1u);
     return gridDim.x + __shfl_sync(0xffffffffu, taken, 0);
-  }
-  __device__ void PrefetchQueries(const PrefillItem& item) const {
-    constexpr int kLines = kDim * 2 / 128;
-    for (int index = lane_; index < 2 * 64 * kLines; index += 32) {
-      const int unit = index / (64 * kLines);
-      const int position = item.block[unit] * kPrefillBlockTokens + index / kLines % 64;
-      const int64_t row = PrefillRowOf(launch_.params.plan.shape, item, unit, position);
-      if (row >= 0) PrefetchToL2(launch_.params.q + row * kDim + index % kLines * 64);
-    }
   }
 
   const PrefillLaunch& launch_;
@@ -228,6 +222,7 @@ class PrefillLoader {
 
   // Keys are loaded a step ahead of values, as they are used.
   __device__ void LoadItem() {
+    for (int i = 0; i < Tile::kQueryStages; ++i) LoadQueries(i);
     for (int i = 0; i < Tile::kRotationSteps; ++i) LoadFirstRotation(i);
     first_bf16_block_ = PrefillFirstBf16Block(launch_.params, item_->granule.request);
     pages_count_ = item_->pages_count;
@@ -270,6 +265,30 @@ class PrefillLoader {
       step.what[page] = __shfl_sync(0xffffffffu, what_, (first + page) % 32);
     }
     return step;
+  }
+
+  // As keys: the units that stage `index` of them holds. Rows in front of the request's first new
+  // token and behind its last are other requests', or zeros beyond q: what becomes of them nobody
+  // stores.
+  __device__ void LoadQueries(int index) {
+    BarrierWait(ring_.KeysEmpty(keys_), keys_.parity ^ 1);
+    if (lane_ == 0) {
+      const uint32_t full = ring_.KeysFull(keys_);
+      const PrefillSpanOfTokens& tokens = item_->granule.tokens;
+      BarrierExpect(full, Tile::kStageBytes);
+      for (int i = 0; i < Tile::kStageUnits; ++i) {
+        const int unit = index * Tile::kStageUnits + i;
+        const int row = tokens.row + item_->block[unit] * kPrefillBlockTokens - tokens.begin;
+        const uint32_t to = ring_.Keys(keys_) + i * Tile::kQueryBytes;
+#pragma unroll
+        for (int half = 0; half < Tile::kHalves; ++half) {
+          TensorCopy3(to + half * kSwizzledPageBytes, &maps_.q, 64 * half, item_->head[unit], row,
+                      full);
+        }
+      }
+    }
+    __syncwarp();
+    keys_.Next();
   }
 
   __device__ void LoadFirstRotation(int step) {

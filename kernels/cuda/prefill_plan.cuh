@@ -230,6 +230,27 @@ __device__ inline int64_t PrefillRowOf(const PrefillShape& shape, const PrefillI
          (unit == 0 ? item.head[0] : item.head[1]);
 }
 
+// The same for the 64 rows of a unit: those that somebody asked for, and where they are.
+struct PrefillUnitRows {
+  int begin, end;
+  int64_t first;  // Where row 0 is, or would be
+  int64_t stride;
+
+  __device__ bool Has(int row) const { return row >= begin && row < end; }
+  __device__ int64_t Row(int row) const { return first + row * stride; }
+};
+__device__ inline PrefillUnitRows PrefillUnitRowsOf(const PrefillShape& shape,
+                                                    const PrefillItem& item, int unit) {
+  const PrefillSpanOfTokens& tokens = item.granule.tokens;
+  const int position = (unit == 0 ? item.block[0] : item.block[1]) * kPrefillBlockTokens;
+  const int head = unit == 0 ? item.head[0] : item.head[1];
+  const bool used = unit == 0 ? item.used[0] : item.used[1];
+  return {.begin = tokens.begin - position,
+          .end = used ? tokens.end - position : tokens.begin - position,
+          .first = int64_t{tokens.row + position - tokens.begin} * shape.query_heads + head,
+          .stride = shape.query_heads};
+}
+
 // The block of the request that bf16_table has behind the sink's.
 __device__ inline int PrefillFirstBf16Block(const PrefillParams& params, int request) {
   return params.bf16_first_blocks == nullptr ? static_cast<int>(params.plan.shape.sink_blocks)

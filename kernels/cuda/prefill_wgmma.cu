@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
+#include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/prefill_launch.h"
 #include "kernels/cuda/prefill_wgmma.cuh"
 
@@ -34,16 +35,15 @@ struct TensorShape {
   uint32_t rank;
   cuuint64_t dims[4];
   cuuint64_t strides[3];  // Bytes, of all dimensions but the first
+  cuuint32_t box[4];
 };
 
-// A map for copies of 64 rows of 64 channels.
 bool Encode(const TensorShape& tensor, CUtensorMap* map) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = FindEncode();
   if (encode == nullptr) return false;
-  const cuuint32_t box[4] = {64, 64, 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, tensor.rank, const_cast<void*>(tensor.base),
-                tensor.dims, tensor.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                tensor.dims, tensor.strides, tensor.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
@@ -57,8 +57,20 @@ bool EncodePages(const PrefillShape& shape, const uint8_t* base, int64_t block_s
       {.base = base,
        .rank = 4,
        .dims = {shape.head_dim, 2 * kPrefillBlockTokens, shape.kv_heads, slots},
-       .strides = {row, 2 * kPrefillBlockTokens * row, static_cast<cuuint64_t>(block_stride)}},
+       .strides = {row, 2 * kPrefillBlockTokens * row, static_cast<cuuint64_t>(block_stride)},
+       .box = {64, 64, 1, 1}},
       map);
+}
+
+bool EncodeQueries(const PrefillParams& params, CUtensorMap* map) {
+  const PrefillShape& shape = params.plan.shape;
+  const cuuint64_t row = shape.head_dim * 2;
+  return Encode({.base = params.q,
+                 .rank = 3,
+                 .dims = {shape.head_dim, shape.query_heads, shape.query_tokens_max},
+                 .strides = {row, shape.query_heads * row},
+                 .box = {64, 1, 64}},
+                map);
 }
 
 bool EncodeMaps(const PrefillLaunch& launch, PrefillTensorMaps* maps) {
@@ -68,9 +80,11 @@ bool EncodeMaps(const PrefillLaunch& launch, PrefillTensorMaps* maps) {
     return Encode({.base = base,
                    .rank = 2,
                    .dims = {shape.head_dim, shape.head_dim * params.rotation_heads},
-                   .strides = {shape.head_dim * 2}},
+                   .strides = {shape.head_dim * 2},
+                   .box = {64, 64}},
                   map);
   };
+  if (!EncodeQueries(params, &maps->q)) return false;
   if (!EncodePages(shape, params.bf16_pages, params.bf16_block_stride, &maps->bf16)) return false;
   maps->history = maps->bf16;
   if (shape.history_blocks_max > 0 &&
@@ -96,8 +110,12 @@ cudaError_t Launch(const PrefillLaunch& launch, const PrefillTensorMaps& maps,
   if (error != cudaSuccess) return error;
   const uint32_t items_max = PrefillItemsMax(launch);
   const uint32_t blocks = items_max < static_cast<uint32_t>(sms) ? items_max : sms;
-  PrefillWgmmaKernel<kDim><<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(launch, maps);
-  return cudaGetLastError();
+  return LaunchEarly(PrefillWgmmaKernel<kDim>,
+                     {.gridDim = dim3(blocks),
+                      .blockDim = dim3(Tile::kThreads),
+                      .dynamicSmemBytes = Tile::kSharedBytes,
+                      .stream = stream},
+                     /*early=*/true, launch, maps);
 }
 
 }  // namespace

@@ -12,8 +12,9 @@
 
 // Prefill attention on sm_90a: thread blocks that stay, one a multiprocessor. One warp takes items,
 // one loads their pages into a ring, two warpgroups compute a unit each from it. The rotations pass
-// through the same ring: R_K's rows as values before an item's first page, R_V's rows as keys
-// behind its last, so that q R_K and the output times R_V^T are products like the others.
+// through the same ring: queries as keys and R_K's rows as values before an item's first page,
+// R_V's rows as keys behind its last, so that q R_K and the output times R_V^T are products like
+// the others.
 //
 // Registers are what this is made around: a thread of a warpgroup has 160 of scores, probabilities
 // and outputs. Spilled ones in the loop over pages halve the speed: see what ptxas says with -v,
@@ -113,14 +114,25 @@ class PrefillWarpgroup {
   // q R_K, rounded, to shared memory. `o` is scratch.
   __device__ void RotateQueries(float (&o)[kUnits][4]) {
     constexpr int kSteps = Tile::kRotationRows / 16;
-    const PrefillShape& shape = params_.plan.shape;
-    const int64_t offset[2] = {PrefillRowOf(shape, *item_, unit_, position_) * kDim,
-                               PrefillRowOf(shape, *item_, unit_, position_ + 8) * kDim};
+    uint32_t queries = 0;
+    typename Ring::Turn turn = keys_;
+#pragma unroll
+    for (int i = 0; i < Tile::kQueryStages; ++i) {
+      ring_.WaitKeys(turn);
+      if (i == unit_ / Tile::kStageUnits) {
+        queries = ring_.Keys(turn) + unit_ % Tile::kStageUnits * Tile::kQueryBytes;
+      }
+      turn.Next();
+    }
 #pragma unroll
     for (int i = 0; i < Tile::kRotationSteps; ++i) {
       uint32_t a[kSteps][4];
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) LoadQueries(params_.q, offset, i * kSteps + k, lane_, a[k]);
+      for (int k = 0; k < kSteps; ++k) {
+        const int unit = 2 * (i * kSteps + k) + (lane_ >> 4);
+        LoadMatrix4(a[k], queries + unit / 8 * kSwizzledPageBytes +
+                              SwizzledOffset(warp_row_ + (lane_ & 15), unit % 8));
+      }
       ring_.WaitValues(values_);
       const SwizzledOperand rotation = Values();
       WgmmaBegin();
@@ -133,6 +145,11 @@ class PrefillWarpgroup {
       PinSums(o);
       Release(ring_.ValuesEmpty(values_));
       values_.Next();
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kQueryStages; ++i) {
+      Release(ring_.KeysEmpty(keys_));
+      keys_.Next();
     }
     __syncwarp();  // The output of the item before, in the same place, was read by all lanes.
     WriteRows(o, 0);
@@ -151,12 +168,16 @@ class PrefillWarpgroup {
   __device__ static uint64_t QueriesOf(const SwizzledOperand& queries, int k) {
     return queries.Descriptor<16>(k / 4 * kSwizzledPageBytes + k % 4 * 32);
   }
-  __device__ SwizzledOperand Keys() const { return SwizzledOperand::At(ring_.Keys(keys_)); }
-  __device__ SwizzledOperand Values() const { return SwizzledOperand::At(ring_.Values(values_)); }
+  __device__ SwizzledOperand Keys() const {
+    return SwizzledOperand::At(Uniform(ring_.Keys(keys_)));
+  }
+  __device__ SwizzledOperand Values() const {
+    return SwizzledOperand::At(Uniform(ring_.Values(values_)));
+  }
 
   __device__ void QueueScores(float (&s)[kScoreTiles][4]) const {
     const SwizzledOperand keys = Keys();
-    const SwizzledOperand queries = {Again(queries_operand_.low)};
+    const SwizzledOperand queries = {Uniform(queries_operand_.low)};
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Wgmma<Tile::kTokens>::Shared(s, QueriesOf(queries, k), ChannelsOf(keys, k), k > 0);
@@ -287,23 +308,24 @@ class PrefillWarpgroup {
   }
 
   __device__ void Store(const float (&lse)[2]) const {
-    const PrefillShape& shape = params_.plan.shape;
-    const int first = position_ - lane_ / 4;
-#pragma unroll 4
-    for (int index = lane_; index < 16 * kUnits; index += 32) {
-      const int row = index / kUnits;
-      const int unit = index % kUnits;
-      const int64_t out_row = PrefillRowOf(shape, *item_, unit_, first + row);
-      if (out_row < 0) continue;
-      *reinterpret_cast<uint4*>(params_.out + out_row * kDim + unit * 8) =
-          *reinterpret_cast<const uint4*>(queries_ + unit / 8 * kSwizzledPageBytes +
-                                          SwizzledOffset(warp_row_ + row, unit % 8));
+    constexpr int kStep = 32 / kUnits;  // Rows that the warp stores at a time
+    const PrefillUnitRows rows = PrefillUnitRowsOf(params_.plan.shape, *item_, unit_);
+    const int first = warp_row_ + lane_ / kUnits;
+    const int unit = lane_ % kUnits;
+    const uint8_t* const from = queries_ + unit / 8 * kSwizzledPageBytes;
+    __nv_bfloat16* to = params_.out + rows.Row(first) * kDim + unit * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i += kStep) {
+      const uint4 value =
+          *reinterpret_cast<const uint4*>(from + SwizzledOffset(first + i, unit % 8));
+      if (rows.Has(first + i)) *reinterpret_cast<uint4*>(to) = value;
+      to += kStep * rows.stride * kDim;
     }
     if (params_.lse == nullptr || lane_ % 4 != 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = PrefillRowOf(shape, *item_, unit_, position_ + 8 * half);
-      if (row >= 0) params_.lse[row] = lse[half];
+      const int row = warp_row_ + lane_ / 4 + 8 * half;
+      if (rows.Has(row)) params_.lse[rows.Row(row)] = lse[half];
     }
   }
 
@@ -341,6 +363,8 @@ __device__ __forceinline__ void PrefillWgmma(const PrefillLaunch& launch,
     BarrierInitFence();
   }
   __syncthreads();
+  WaitForKernelBefore();
+  LetNextKernelStart();
   if (threadIdx.x < 128) {
     FewerRegisters<40>();
     const int warp = static_cast<int>(threadIdx.x / 32);

@@ -69,6 +69,12 @@ __device__ __forceinline__ uint32_t Again(uint32_t number) {
   return number;
 }
 
+// A number that is the same in all lanes, and now known to be: descriptors made from it are made in
+// uniform registers. It, too, is made again.
+__device__ __forceinline__ uint32_t Uniform(uint32_t number) {
+  return __shfl_sync(0xffffffffu, number, 0);
+}
+
 template <int kCount>
 __device__ __forceinline__ void MoreRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -92,6 +98,14 @@ __device__ __forceinline__ void TensorCopy2(uint32_t destination, const CUtensor
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3}], [%4];" ::"r"(destination),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void TensorCopy3(uint32_t destination, const CUtensorMap* map, int x,
+                                            int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4}], [%5];" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void TensorCopy4(uint32_t destination, const CUtensorMap* map, int x,

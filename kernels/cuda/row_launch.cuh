@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/row_rotate.cuh"
 #include "kernels/cuda/row_tile.cuh"
 
@@ -204,17 +205,12 @@ cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& share
   grid.block_units = block_units < units_max ? static_cast<uint32_t>(block_units) : units_max;
   const uint64_t blocks = (grid.units + grid.block_units - 1) / grid.block_units * pairs;
   if (blocks > 0x7fffffffu) return cudaErrorInvalidValue;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<uint32_t>(blocks), grid.layers_count);
-  config.blockDim = dim3(128 * groups);
-  config.dynamicSmemBytes = shared.Of(groups);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params, grid);
+  return LaunchEarly(kernel,
+                     {.gridDim = dim3(static_cast<uint32_t>(blocks), grid.layers_count),
+                      .blockDim = dim3(128 * groups),
+                      .dynamicSmemBytes = shared.Of(groups),
+                      .stream = stream},
+                     /*early=*/major >= 9, params, grid);
 }
 
 // Launches Kernel<kDim, kGroups, whether rows are rotated> for the groups of `params`.

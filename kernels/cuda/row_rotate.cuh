@@ -159,12 +159,11 @@ __device__ __forceinline__ void MultiplySteps(uint32_t (&a)[kRotateSteps<kDim>][
 #endif
 }
 
-// y = bf16(x R), or bf16(x R^T); rows(part, step, a) gives 16 channels of the warp's 16 rows of a
-// part. REQUIRES: all four warps of a group of 128 threads call it.
-template <int kDim, bool kTranspose, typename Rows>
-__device__ __forceinline__ void Rotate(Rows rows, uint32_t rotation, int lane,
-                                       RowFragment<kDim>* y) {
-  constexpr int kTiles = kRotateTiles<kDim>;
+// bf16(x R), or bf16(x R^T), some columns after others; rows(part, step, a) gives 16 channels of
+// the warp's 16 rows of a part, take(part, first, y) gets 8-column tiles from tile `first` on, of
+// rows lane / 4 and 8 more. REQUIRES: all four warps of a group of 128 threads call it.
+template <int kDim, bool kTranspose, int kTiles, typename Rows, typename Take>
+__device__ __forceinline__ void Rotate(Rows rows, uint32_t rotation, int lane, Take take) {
   constexpr int kSteps = kRotateSteps<kDim>;
 #pragma unroll
   for (int part = 0; part < kTileParts<kDim>; ++part) {
@@ -178,11 +177,13 @@ __device__ __forceinline__ void Rotate(Rows rows, uint32_t rotation, int lane,
         for (int i = 0; i < kSteps; ++i) rows(part, first + i, a[i]);
         MultiplySteps<kDim, kTranspose, kTiles>(a, first, rotation, column, lane, acc);
       }
+      uint32_t y[2][kTiles];
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        y->word[2 * part][column / 8 + j] = PackBf16(acc[j][0], acc[j][1]);
-        y->word[2 * part + 1][column / 8 + j] = PackBf16(acc[j][2], acc[j][3]);
+        y[0][j] = PackBf16(acc[j][0], acc[j][1]);
+        y[1][j] = PackBf16(acc[j][2], acc[j][3]);
       }
+      take(part, column / 8, y);
     }
   }
 }
@@ -192,18 +193,29 @@ __device__ __forceinline__ void RotateTile(const SharedRows& tile, uint32_t rota
   const auto rows = [&](int part, int step, uint32_t(&a)[4]) {
     LoadMatrix4(a, tile.address + MatrixOffset<kDim>(part, step, lane));
   };
-  Rotate<kDim, kTranspose>(rows, rotation, lane, y);
+  const auto take = [&](int part, int first, const uint32_t(&columns)[2][kRotateTiles<kDim>]) {
+#pragma unroll
+    for (int j = 0; j < kRotateTiles<kDim>; ++j) {
+      y->word[2 * part][first + j] = columns[0][j];
+      y->word[2 * part + 1][first + j] = columns[1][j];
+    }
+  };
+  Rotate<kDim, kTranspose, kRotateTiles<kDim>>(rows, rotation, lane, take);
 }
-template <int kDim, bool kTranspose>
+// To a tile, kTiles 8-column tiles after others: the whole result is never in registers.
+template <int kDim, bool kTranspose, int kTiles>
 __device__ __forceinline__ void RotateFragment(const RowFragment<kDim>& x, uint32_t rotation,
-                                               int lane, RowFragment<kDim>* y) {
+                                               int lane, const SharedRows& tile) {
   const auto rows = [&](int part, int step, uint32_t(&a)[4]) {
     a[0] = x.word[2 * part][2 * step];
     a[1] = x.word[2 * part + 1][2 * step];
     a[2] = x.word[2 * part][2 * step + 1];
     a[3] = x.word[2 * part + 1][2 * step + 1];
   };
-  Rotate<kDim, kTranspose>(rows, rotation, lane, y);
+  const auto take = [&](int part, int first, const uint32_t(&columns)[2][kTiles]) {
+    WriteColumns<kDim>(columns, part, first, lane, tile);
+  };
+  Rotate<kDim, kTranspose, kTiles>(rows, rotation, lane, take);
 }
 
 }  // namespace okv::cuda

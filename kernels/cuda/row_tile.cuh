@@ -266,17 +266,23 @@ __device__ __forceinline__ void StoreMatrix4(uint32_t address, uint32_t a, uint3
   }
 #endif
 }
+// 8-column tiles from tile `first` on, an even one, of rows lane / 4 and 8 more of a part.
+template <int kDim, int kTiles>
+__device__ __forceinline__ void WriteColumns(const uint32_t (&columns)[2][kTiles], int part,
+                                             int first, int lane, const SharedRows& tile) {
+#pragma unroll
+  for (int j = 0; j < kTiles; j += 2) {
+    StoreMatrix4(tile.address + MatrixOffset<kDim>(part, (first + j) / 2, lane), columns[0][j],
+                 columns[1][j], columns[0][j + 1], columns[1][j + 1]);
+  }
+}
 template <int kDim>
 __device__ __forceinline__ void WriteFragment(const RowFragment<kDim>& fragment, int lane,
                                               const SharedRows& tile) {
 #pragma unroll
   for (int m = 0; m < kTileParts<kDim>; ++m) {
-#pragma unroll
-    for (int s = 0; s < kDim / 16; ++s) {
-      StoreMatrix4(tile.address + MatrixOffset<kDim>(m, s, lane), fragment.word[2 * m][2 * s],
-                   fragment.word[2 * m + 1][2 * s], fragment.word[2 * m][2 * s + 1],
-                   fragment.word[2 * m + 1][2 * s + 1]);
-    }
+    const auto& rows = reinterpret_cast<const uint32_t(&)[2][kDim / 8]>(fragment.word[2 * m]);
+    WriteColumns<kDim>(rows, m, 0, lane, tile);
   }
 }
 

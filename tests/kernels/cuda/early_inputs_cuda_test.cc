@@ -1,5 +1,6 @@
 // A launch with early inputs begins while the kernel in front still runs: what that one reads must
 // not change under it, and what is older than that one must be there.
+#include <tuple>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -175,29 +176,33 @@ TEST_F(EarlyInputsCudaTest, RowsThatAreReadInFrontAreNotDequantizedInto) {
   }
 }
 
+// Head dim, and whether the kernel in front has early inputs.
+class EarlyInputsBehindTwoCudaTest
+    : public CudaTest,
+      public testing::WithParamInterface<std::tuple<uint32_t, bool>> {};
+
 // The kernel in front is short and begins early too: it must not let the next one start before its
 // own predecessor, which writes what the next one reads, has ended.
-TEST_F(EarlyInputsCudaTest, WhatIsOlderThanTheKernelInFrontIsThere) {
-  for (const uint32_t dim : {64u, 128u, 256u}) {
-    for (const bool early_front : {false, true}) {
-      SCOPED_TRACE(testing::Message() << "d " << dim << ", early in front " << early_front);
-      const Launches launches(dim, kBlocks, stream_);
-      const Launches front(dim, 2, stream_);
-      const Rows front_rows = front.RandomRows(7);
-      const Runs front_pages = front.NoPages();
-      const TwoSets sets(launches);
-      const auto& [rows, pages, k, v, expected] = sets;
-      for (int repeat = 0; repeat < kRepeats; ++repeat) {
-        ASSERT_CUDA_OK(launches.Quantize(rows[repeat % 2], pages, false));
-        ASSERT_CUDA_OK(front.Quantize(front_rows, front_pages, early_front));
-        ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, true));
-        Wait();
-        ASSERT_EQ(k.Read(), expected[repeat % 2]);
-        ASSERT_EQ(v.Read(), expected[repeat % 2]);
-      }
-    }
+TEST_P(EarlyInputsBehindTwoCudaTest, WhatIsOlderThanTheKernelInFrontIsThere) {
+  const auto [dim, early_front] = GetParam();
+  const Launches launches(dim, kBlocks, stream_);
+  const Launches front(dim, 2, stream_);
+  const Rows front_rows = front.RandomRows(7);
+  const Runs front_pages = front.NoPages();
+  const TwoSets sets(launches);
+  const auto& [rows, pages, k, v, expected] = sets;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    ASSERT_CUDA_OK(launches.Quantize(rows[repeat % 2], pages, false));
+    ASSERT_CUDA_OK(front.Quantize(front_rows, front_pages, early_front));
+    ASSERT_CUDA_OK(launches.Dequantize(pages, k, v, true));
+    Wait();
+    ASSERT_EQ(k.Read(), expected[repeat % 2]);
+    ASSERT_EQ(v.Read(), expected[repeat % 2]);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(EveryHeadDim, EarlyInputsBehindTwoCudaTest,
+                         testing::Combine(testing::Values(64u, 128u, 256u), testing::Bool()));
 
 }  // namespace
 }  // namespace okv::cuda_test
