@@ -125,8 +125,15 @@ struct PrefillItems {
   __device__ void Init() const {
     for (int i = 0; i < Tile::kItems; ++i) {
       BarrierInit(Barrier(i), 1);
-      BarrierInit(Barrier(Tile::kItems + i), 9);  // The loader and 8 warps that compute
+      BarrierInit(Barrier(Tile::kItems + i), 9 * 32);  // The loader and 8 warps that compute
     }
+  }
+  // By every lane that read the item: racecheck does not see that one lane's arrival is the others'
+  // too. They come together first: otherwise what is the same in all of them is not in uniform
+  // registers from here on.
+  __device__ void Release(Turn turn) const {
+    __syncwarp();
+    BarrierArrive(Empty(turn));
   }
 
  private:
@@ -206,8 +213,7 @@ class PrefillLoader {
       item_ = &items_.Wait(turn);
       if (item_->kv_head < 0) return;
       LoadItem();
-      __syncwarp();
-      if (lane_ == 0) BarrierArrive(items_.Empty(turn));
+      items_.Release(turn);
       turn.Next();
     }
   }

@@ -56,8 +56,7 @@ class PrefillWarpgroup {
       position_ = block_ * kPrefillBlockTokens + warp_row_ + lane_ / 4;
       clear_pages_ = PrefillClearPages(params_.plan.shape, *item_);
       RunItem();
-      __syncwarp();
-      if (lane_ == 0) BarrierArrive(items_.Empty(turn));
+      items_.Release(turn);
       turn.Next();
     }
   }

@@ -259,29 +259,39 @@ TEST_F(PrefillCudaTest, ARequestWithoutRoomForItsHistoryGetsNanAndNoOtherDoes) {
   }
 }
 
-TEST_F(PrefillCudaTest, ANanInOneQueryMakesThatRowNanAndNoOther) {
-  PrefillCaseOptions options = Options(8, 2, 128, 128);
+class PrefillHeadDimCudaTest : public PrefillCudaTest,
+                               public ::testing::WithParamInterface<uint32_t> {};
+
+// Also a row that stands in front of the next request's first one, which reads it with its tile.
+TEST_P(PrefillHeadDimCudaTest, ANanInOneQueryMakesThatRowNanAndNoOther) {
+  const size_t dim = GetParam();
+  PrefillCaseOptions options = Options(8, 2, GetParam(), GetParam());
   options.new_tokens = {100, 100};
-  options.lengths = {1000, 100};
+  options.lengths = {1000, 110};
   options.seed = Seed();
   const PrefillCase prefill(options);
   prefill.Check(0);
   const std::vector<uint16_t> expected = prefill.Output();
   const PrefillParams params = prefill.Params(0);
-  const size_t row = (size_t{57} * 8 + 3) * 128;  // Token 57, head 3
+  const size_t rows[] = {57 * 8 + 3, 95 * 8 + 3};  // Tokens 57 and 95, head 3
   const uint16_t nan = 0x7fc0;
   __nv_bfloat16* query = const_cast<__nv_bfloat16*>(params.q);
-  ASSERT_EQ(cudaMemcpy(query + row, &nan, sizeof(nan), cudaMemcpyHostToDevice), cudaSuccess);
+  for (const size_t row : rows) {
+    ASSERT_EQ(cudaMemcpy(query + row * dim, &nan, sizeof(nan), cudaMemcpyHostToDevice),
+              cudaSuccess);
+  }
   ASSERT_EQ(Prefill(params, nullptr), cudaSuccess);
   const std::vector<uint16_t> out = prefill.Output();
   for (size_t i = 0; i < out.size(); ++i) {
-    if (i >= row && i < row + 128) {
+    if (i / dim == rows[0] || i / dim == rows[1]) {
       EXPECT_TRUE(std::isnan(Bf16ToFloat(out[i]))) << i;
     } else {
       EXPECT_EQ(out[i], expected[i]) << i;
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(EveryHeadDim, PrefillHeadDimCudaTest, ::testing::Values(64u, 128u, 256u));
 
 TEST_F(PrefillCudaTest, ShapesItDoesNotSupportAreInvalidValue) {
   PrefillCaseOptions options = Options(8, 2, 128, 128);
