@@ -10,12 +10,14 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "cmd/bench/device_service.h"
 #include "cmd/bench/fetch.h"
 #include "cmd/bench/nll.h"
 #include "cmd/bench/peer.h"
 #include "cmd/bench/quality.h"
+#include "cmd/support/command_flags.h"
 #include "proto/status_macros.h"
 #ifdef OKV_HAVE_CACHE_NODE
 #include "cmd/bench/restart.h"
@@ -28,6 +30,9 @@
 #include "cmd/bench/ipc.h"
 #include "cmd/bench/published_draws.h"
 #endif
+
+// What a flag's help begins with is who reads it (command_flags.h).
+#define OKV_BENCH_GPU "attend, prefill, quantize, dequantize, verify, ipc, service"
 
 ABSL_FLAG(std::string, model, "", "nll, quality: GGUF file of a Llama-family model");
 ABSL_FLAG(std::string, text, "", "nll, quality: text file");
@@ -42,19 +47,21 @@ ABSL_FLAG(bool, controls, false,
           "quality: also what must fail and what must pass, around the first rotation set");
 ABSL_FLAG(uint32_t, recall_tokens, 2048, "quality: tokens of a passage to recall; 0 = no recall");
 ABSL_FLAG(uint32_t, recall_passages, 4, "quality: passages, from the text's beginning");
-ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core, tiers: as a node");
-ABSL_FLAG(uint64_t, seed, 1, "seed of the bootstrap");
+ABSL_FLAG(uint32_t, threads, 0,
+          "nll, quality, tiers: threads; 0 = one per core, for tiers as a node");
+ABSL_FLAG(uint64_t, seed, 1, "nll, quality, " OKV_BENCH_GPU ": seed of what is drawn");
 ABSL_FLAG(std::string, shapes, "1x32768,1x102400,8x32768,8x102400,32x32768,64r4096,256r4096",
           "attend: BATCHxCONTEXT, or BATCHrCONTEXT for lengths from 1 to CONTEXT, comma-separated");
 ABSL_FLAG(std::string, prefill_shapes, "1x8192,1x2048+32768,1x8192+32768,1x512+32768,8x1024",
           "prefill: REQUESTSxNEW or REQUESTSxNEW+HISTORY tokens, comma-separated");
-ABSL_FLAG(uint32_t, query_heads, 32, "attend, prefill: query heads");
-ABSL_FLAG(uint32_t, kv_heads, 8, "GPU commands, fetch, peer, tiers: KV heads");
-ABSL_FLAG(uint32_t, head_dim, 128, "GPU commands, fetch, peer, tiers: 64, 128 or 256");
+ABSL_FLAG(uint32_t, query_heads, 32, "attend, prefill, service: query heads");
+ABSL_FLAG(uint32_t, kv_heads, 8, OKV_BENCH_GPU ", fetch, peer, tiers: KV heads");
+ABSL_FLAG(uint32_t, head_dim, 128, OKV_BENCH_GPU ", fetch, peer, tiers: 64, 128 or 256");
 ABSL_FLAG(uint32_t, group_size, 128,
-          "GPU commands, fetch, peer, tiers: channels of one scale, 32 to head_dim");
+          OKV_BENCH_GPU ", fetch, peer, tiers: channels of one scale, 32 to head_dim");
 ABSL_FLAG(uint32_t, query_tokens, 1, "attend: new tokens a sequence, 1 to 8");
-ABSL_FLAG(uint32_t, rotation_heads, 1, "GPU commands: rotations a layer, 1 or kv_heads");
+ABSL_FLAG(uint32_t, rotation_heads, 1,
+          "attend, prefill, quantize, dequantize, verify: rotations a layer, 1 or kv_heads");
 ABSL_FLAG(double, query_sigma, 1.0,
           "attend, prefill: deviation of the queries; 8 gives peaky scores");
 ABSL_FLAG(
@@ -65,12 +72,14 @@ ABSL_FLAG(
 ABSL_FLAG(uint32_t, covariance_layer, 18, "attend: layer of --covariances, for all layers");
 ABSL_FLAG(uint32_t, chunk_tokens, 8192, "quantize, dequantize: tokens, a multiple of 64");
 ABSL_FLAG(uint32_t, layers, 36,
-          "GPU commands: layers with data of their own, one CUDA graph; peer, tiers: of a block");
-ABSL_FLAG(uint32_t, rounds, 9, "GPU commands, fetch, peer, tiers: timed rounds, the median counts");
+          OKV_BENCH_GPU ": layers with data of their own, one CUDA graph; peer, tiers: of a block");
+ABSL_FLAG(uint32_t, rounds, 9,
+          OKV_BENCH_GPU ", fetch, peer, tiers: timed rounds, the median counts");
 ABSL_FLAG(std::string, transports, "tcp,self;all",
           "fetch: UCX_TLS lists of node and reader, semicolon-separated");
 ABSL_FLAG(std::string, block_layers, "2,7,36", "fetch: layers of a block, which give its size");
-ABSL_FLAG(std::string, in_flight, "1,8,32,0", "fetch: objects of a request; 0 = all in one");
+ABSL_FLAG(std::string, in_flight, "1,8,32,0",
+          "fetch, service: objects of a request; 0 = all in one");
 ABSL_FLAG(uint64_t, run_bytes, uint64_t{512} << 20, "fetch: bytes of all objects");
 ABSL_FLAG(std::string, perftest, "ucx_perftest", "fetch: UCX's benchmark; empty = no baseline");
 ABSL_FLAG(std::string, mooncake_python, "",
@@ -78,12 +87,13 @@ ABSL_FLAG(std::string, mooncake_python, "",
 ABSL_FLAG(std::string, mooncake_script, "tests/bench/mooncake_peer.py", "peer: what it runs");
 ABSL_FLAG(uint32_t, peer_tokens, 8192, "peer: tokens of a round, a multiple of 64");
 ABSL_FLAG(uint32_t, request_blocks, 8, "peer: blocks of a put or get");
-ABSL_FLAG(std::string, scratch_dir, "/tmp", "fetch, peer: where the services put their files");
+ABSL_FLAG(std::string, scratch_dir, "/tmp",
+          "fetch, peer, service, ipc: where the services put their files");
 ABSL_FLAG(std::string, memory, "device",
           "service: where worker and node hold blocks, device (a GPU) or host");
 ABSL_FLAG(uint32_t, worker_gpu, 0, "service, ipc: the worker's GPU, by CUDA's number");
 ABSL_FLAG(uint32_t, node_gpu, 0,
-          "service, ipc: the GPU of the node, or of the process copied from");
+          "service, ipc, ipc_owner: the GPU of the node, or of the process copied from");
 ABSL_FLAG(uint32_t, service_tokens, 102400, "service: tokens of history, a multiple of 64");
 ABSL_FLAG(std::string, service_tls, "",
           "service: transports of node and worker, as UCX_TLS takes them; empty: their own choice");
@@ -92,8 +102,9 @@ ABSL_FLAG(bool, require_gpudirect, false,
 ABSL_FLAG(uint32_t, put_batches, 8, "service: calls that put everything");
 ABSL_FLAG(std::string, log_dir, "", "service: where the programs' logs stay; empty: nowhere");
 ABSL_FLAG(std::string, streams, "1,2,4,8", "service, ipc: streams that copies are spread over");
-ABSL_FLAG(uint32_t, ipc_blocks, 1600, "ipc: blocks to copy");
-ABSL_FLAG(uint64_t, ipc_block_bytes, 0, "ipc: bytes of a block; 0: of an int2 block of --layers");
+ABSL_FLAG(uint32_t, ipc_blocks, 1600, "ipc, ipc_owner: blocks to copy");
+ABSL_FLAG(uint64_t, ipc_block_bytes, 0,
+          "ipc, ipc_owner: bytes of a block; 0: of an int2 block of --layers");
 ABSL_FLAG(std::string, ipc_handle_file, "", "ipc_owner: where the handle goes");
 ABSL_FLAG(std::string, dir, "", "tiers, restart: directory on the disk to measure");
 ABSL_FLAG(uint64_t, bytes, uint64_t{1} << 30, "tiers: payload a round");
@@ -362,17 +373,20 @@ int main(int argc, char** argv) {
       "nll|quality|attend|prefill|quantize|dequantize|verify|ipc|service|fetch|peer|tiers|"
       "restart "
       "[flags]; --helpfull lists the flags");
+  const std::vector<const char*> arguments(argv, argv + argc);
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string name = words.size() == 2 ? words[1] : "";
+  std::vector<absl::string_view> commands;
+  for (const okv::Command& command : okv::kCommands) commands.push_back(command.name);
   for (const okv::Command& command : okv::kCommands) {
     if (name != command.name) continue;
-    const absl::Status status = command.run();
+    absl::Status status = okv::CheckFlagsOf(name, commands, arguments);
+    if (status.ok()) status = command.run();
     if (status.ok()) return 0;
     std::fprintf(stderr, "okv-bench: error: %s: %s\n", command.name, status.ToString().c_str());
     return 1;
   }
-  std::string names;
-  for (const okv::Command& command : okv::kCommands) absl::StrAppend(&names, " ", command.name);
-  std::fprintf(stderr, "okv-bench: error: one command is needed:%s\n", names.c_str());
+  std::fprintf(stderr, "okv-bench: error: one command is needed: %s\n",
+               absl::StrJoin(commands, " ").c_str());
   return 2;
 }

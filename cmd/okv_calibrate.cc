@@ -30,6 +30,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/types/span.h"
 #include "calib/dump.h"
 #include "calib/files.h"
 #include "calib/fit.h"
@@ -39,6 +40,7 @@
 #include "cmd/calibrate/published.h"
 #include "cmd/calibrate/ranks.h"
 #include "cmd/calibrate/report.h"
+#include "cmd/support/command_flags.h"
 #include "kernels/thread_pool.h"
 #include "nlohmann/json.hpp"
 #include "proto/rotation_set.h"
@@ -63,8 +65,10 @@ ABSL_FLAG(std::string, clip_v, "", "fit, import: the same for values");
 ABSL_FLAG(uint32_t, refine_steps, 400, "fit: of each descent from U H P_br, 0 = none");
 ABSL_FLAG(uint32_t, fit_windows, 16, "fit: windows of 2,048 tokens whose rows are fitted on");
 ABSL_FLAG(uint32_t, judge_windows, 6, "fit: windows, not among those, that decide");
-ABSL_FLAG(uint32_t, value_tokens_max, 8192, "fit: tokens a layer that the softmax objective reads");
-ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048, "fit: of those, at most this many a sequence");
+ABSL_FLAG(uint32_t, value_tokens_max, 8192,
+          "fit, report: tokens a layer that the softmax objective reads");
+ABSL_FLAG(uint32_t, value_sequence_tokens_max, 2048,
+          "fit, report: of those, at most this many a sequence");
 ABSL_FLAG(uint32_t, measure_tokens, 1024, "fit: tokens a layer for the INT2 errors, 0 = off");
 ABSL_FLAG(uint32_t, threads, 0, "fit, report, draw: threads, 0 = one a core");
 ABSL_FLAG(uint32_t, ranks, 0, "fit: ranks that share the work, 0 = one, or with --nccl one a GPU");
@@ -73,8 +77,10 @@ ABSL_FLAG(std::string, rendezvous, "", "fit: HOST:PORT where rank 0 listens, wit
 ABSL_FLAG(bool, nccl, false, "fit: covariances on GPUs, a rank each, summed by NCCL");
 ABSL_FLAG(std::string, k_file, "", "import, draw: the published rotations of keys (.pt)");
 ABSL_FLAG(std::string, v_file, "", "import, draw: those of values");
-ABSL_FLAG(std::string, model, "", "import, fit of a dump that does not say it: the model's name");
-ABSL_FLAG(std::string, weights_revision, "", "the same: the revision of its weights");
+ABSL_FLAG(std::string, model, "",
+          "import, fit, report: the model's name, of a dump where that does not say it");
+ABSL_FLAG(std::string, weights_revision, "",
+          "import, fit, report: the revision of its weights, the same");
 ABSL_FLAG(uint32_t, kv_heads, 0, "import, draw: its KV heads; draw: 0 = 8");
 ABSL_FLAG(uint32_t, rotary_dim, 0, "inspect: channels of a head that RoPE turns, 0 = all");
 ABSL_FLAG(std::string, set, "", "export: the rotation set to read");
@@ -478,7 +484,11 @@ absl::Status Draw() {
   return DrawDump(options, &pool);
 }
 
-absl::Status Run(const std::vector<char*>& words) {
+absl::Status Run(const std::vector<char*>& words, absl::Span<const char* const> arguments) {
+  if (words.size() > 1) {
+    OKV_RETURN_IF_ERROR(CheckFlagsOf(
+        words[1], {"fit", "import", "export", "report", "draw", "inspect"}, arguments));
+  }
   if (words.size() == 2 && absl::string_view(words[1]) == "fit") return Fit();
   if (words.size() == 2 && absl::string_view(words[1]) == "import") return Import();
   if (words.size() == 2 && absl::string_view(words[1]) == "export") return Export();
@@ -495,7 +505,8 @@ absl::Status Run(const std::vector<char*>& words) {
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
       "okv-calibrate fit|import|export|report|draw [flags] | okv-calibrate inspect FILE");
-  const absl::Status status = okv::Run(absl::ParseCommandLine(argc, argv));
+  const std::vector<const char*> arguments(argv, argv + argc);
+  const absl::Status status = okv::Run(absl::ParseCommandLine(argc, argv), arguments);
   if (status.ok()) return 0;
   std::fprintf(stderr, "okv-calibrate: %s\n", status.ToString().c_str());
   return 1;

@@ -13,39 +13,41 @@
 #include "absl/strings/str_split.h"
 #include "client/drift.h"
 #include "client/transport/transport.h"
+#include "cmd/support/command_flags.h"
 #include "cmd/worker/dump.h"
 #include "cmd/worker/run.h"
 
 ABSL_FLAG(std::string, model, "", "GGUF file of a Llama-family model");
 ABSL_FLAG(std::string, rotation, "",
-          "rotation set file, or with --control the hash of a published one");
-ABSL_FLAG(uint32_t, sink_tokens, 64, "tokens at the beginning kept in BF16");
-ABSL_FLAG(uint32_t, recent_tokens, 256, "last tokens kept in BF16");
-ABSL_FLAG(std::string, prompt_file, "", "text file that opens the prompt");
-ABSL_FLAG(uint32_t, prompt_tokens, 0, "tokens of --prompt_file to take; 0 = all");
-ABSL_FLAG(std::string, ending, "", "text behind them");
-ABSL_FLAG(std::string, ending_tokens, "", "token ids behind that, separated by commas");
-ABSL_FLAG(uint32_t, max_new_tokens, 32, "tokens to generate");
-ABSL_FLAG(float, temperature, 0, "sampling temperature; 0 = greedy");
-ABSL_FLAG(uint32_t, top_k, 0, "sample from the k likeliest; 0 = all");
-ABSL_FLAG(float, top_p, 1, "sample from the likeliest that sum to p");
-ABSL_FLAG(uint64_t, seed, 0, "seed of the sampler");
-ABSL_FLAG(uint32_t, prefill_chunk, 512, "tokens per prefill step; changes no bit of the result");
+          "run: rotation set file, or with --control the hash of a published one");
+ABSL_FLAG(uint32_t, sink_tokens, 64, "run: tokens at the beginning kept in BF16");
+ABSL_FLAG(uint32_t, recent_tokens, 256, "run: last tokens kept in BF16");
+ABSL_FLAG(std::string, prompt_file, "", "run: text file that opens the prompt");
+ABSL_FLAG(uint32_t, prompt_tokens, 0, "run: tokens of --prompt_file to take; 0 = all");
+ABSL_FLAG(std::string, ending, "", "run: text behind them");
+ABSL_FLAG(std::string, ending_tokens, "", "run: token ids behind that, separated by commas");
+ABSL_FLAG(uint32_t, max_new_tokens, 32, "run: tokens to generate");
+ABSL_FLAG(float, temperature, 0, "run: sampling temperature; 0 = greedy");
+ABSL_FLAG(uint32_t, top_k, 0, "run: sample from the k likeliest; 0 = all");
+ABSL_FLAG(float, top_p, 1, "run: sample from the likeliest that sum to p");
+ABSL_FLAG(uint64_t, seed, 0, "run: seed of the sampler");
+ABSL_FLAG(uint32_t, prefill_chunk, 512,
+          "run: tokens per prefill step; changes no bit of the result");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0 = one per core");
-ABSL_FLAG(std::string, control, "", "host:port of okv-control; empty = no cluster");
-ABSL_FLAG(std::string, tenant, "default", "tenant of the session");
+ABSL_FLAG(std::string, control, "", "run: host:port of okv-control; empty = no cluster");
+ABSL_FLAG(std::string, tenant, "default", "run: tenant of the session");
 ABSL_FLAG(std::string, ucx_tls, okv::UcxTransportOptions().tls,
-          "transports, as UCX_TLS takes them");
-ABSL_FLAG(bool, require_rdma, false, "fail when UCX has no RDMA device");
-ABSL_FLAG(bool, store, false, "store the prompt's resume point");
-ABSL_FLAG(bool, store_finished, false, "store the finished sequence");
-ABSL_FLAG(double, connect_timeout_s, 10, "how long to retry an absent control plane");
-ABSL_FLAG(double, deadline_s, 30, "deadline of a fetch, and of a put");
+          "run: transports, as UCX_TLS takes them");
+ABSL_FLAG(bool, require_rdma, false, "run: fail when UCX has no RDMA device");
+ABSL_FLAG(bool, store, false, "run: store the prompt's resume point");
+ABSL_FLAG(bool, store_finished, false, "run: store the finished sequence");
+ABSL_FLAG(double, connect_timeout_s, 10, "run: how long to retry an absent control plane");
+ABSL_FLAG(double, deadline_s, 30, "run: deadline of a fetch, and of a put");
 ABSL_FLAG(std::string, metrics, "",
-          "host:port for /metrics while it runs; port 0: any free one; empty: none");
+          "run: host:port for /metrics while it runs; port 0: any free one; empty: none");
 ABSL_FLAG(uint32_t, drift_rows_per_sample, okv::DriftOptions().rows_per_sample,
-          "measure one of so many demoted rows of a layer against the rotation set; 0 = none");
-ABSL_FLAG(bool, json, false, "print one JSON object as the last line");
+          "run: measure one of so many demoted rows of a layer against the rotation set; 0 = none");
+ABSL_FLAG(bool, json, false, "run: print one JSON object as the last line");
 ABSL_FLAG(std::string, text, "", "dump: text file to run through the model");
 ABSL_FLAG(uint32_t, skip_tokens, 0, "dump: tokens of the text to leave out first");
 ABSL_FLAG(uint32_t, tokens, 16384, "dump: tokens, a multiple of --window");
@@ -127,13 +129,15 @@ absl::Status Dump() {
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage("okv-worker run|dump [flags]; --helpfull lists the flags");
+  const std::vector<const char*> arguments(argv, argv + argc);
   const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   const std::string command = words.size() == 2 ? words[1] : "";
   if (command != "run" && command != "dump") {
     std::fprintf(stderr, "okv-worker: error: one command is needed: run or dump\n");
     return 2;
   }
-  const absl::Status status = command == "run" ? okv::Run() : okv::Dump();
+  absl::Status status = okv::CheckFlagsOf(command, {"run", "dump"}, arguments);
+  if (status.ok()) status = command == "run" ? okv::Run() : okv::Dump();
   if (status.ok()) return 0;
   std::fprintf(stderr, "okv-worker: error: %s\n", status.ToString().c_str());
   return 1;

@@ -50,6 +50,15 @@ TEST(UnknownFlagTest, EveryProgramNamesIt) {
   }
 }
 
+TEST(UnknownFlagTest, AFlagOfAnotherCommandIsRefused) {
+  ExpectRefused(RunProgram({"okv-bench", "prefill", "--shapes", "8x1024"}),
+                "--shapes is for attend, not for prefill");
+  ExpectRefused(RunProgram({"okv-calibrate", "report", "--group_size=64"}),
+                "--group_size is for fit, import, not for report");
+  ExpectRefused(RunProgram({"okv-worker", "dump", "--nostore"}),
+                "--store is for run, not for dump");
+}
+
 TEST(PortInUseTest, TheControlPlaneNamesTheAddress) {
   const BusyPort port;
   TempDir directory;
