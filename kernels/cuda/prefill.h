@@ -98,7 +98,9 @@ size_t PrefillWorkspaceBytes(const PrefillShape& shape);
 [[nodiscard]] cudaError_t PlanPrefill(const PrefillPlanParams& params, cudaStream_t stream);
 
 // Attention of one layer: history to BF16 in the workspace; then q R_K rounded to bf16, online
-// softmax over all pages, the output times R_V^T. Rows of q and out of no request are not touched.
+// softmax over all pages, the output times R_V^T. Rows of out of no request are not written; all of
+// q may be read, tiles of 64 rows around a request's first and last included, and rows of others
+// change nothing.
 // Queues two kernels on `stream` and returns without waiting. cudaErrorInvalidValue for an
 // unsupported shape or a misaligned pointer. REQUIRES: PlanPrefill() with params.plan came before
 // on the stream. Two calls may not run at once on one workspace.
