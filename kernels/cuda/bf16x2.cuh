@@ -43,6 +43,12 @@ __device__ __forceinline__ uint32_t Clamp2(uint32_t x, uint32_t bound) {
 #endif
 }
 
+// By the multiplier, not the ALU.
+__device__ __forceinline__ uint32_t Magnitude2(uint32_t x) { return AsWord(__habs2(AsBf16x2(x))); }
+// REQUIRES: `power` is a power of two.
+__device__ __forceinline__ uint32_t Divide2(uint32_t x, float power) {
+  return AsWord(__hmul2_rn(AsBf16x2(x), __float2bfloat162_rn(1.0f / power)));
+}
 __device__ __forceinline__ uint32_t Add2(uint32_t a, uint32_t b) {
   return AsWord(__hadd2_rn(AsBf16x2(a), AsBf16x2(b)));
 }

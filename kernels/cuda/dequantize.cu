@@ -47,7 +47,8 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void DequantizeKer
   const RowWork work = RowWorkOfWarp(grid);
   const uint32_t rotation = SharedAddress(shared);
   const bool is_loading =
-      BeginRows<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+      LoadEarlyRotation<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+  if (!params.early_inputs) WaitAndLetStart();
   bool waits = params.early_inputs;
   const RowFinder<__nv_bfloat16> rows(work.is_value ? params.v : params.k, params.tokens,
                                       work.layer, work.head);

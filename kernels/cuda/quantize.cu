@@ -2,11 +2,11 @@
 //
 // Per token, layer and KV head it reads 4 d bytes and writes d / 2 + 8 d / g: at d 128, g 128 and 8
 // heads 4,096 + 576 B, 1.1 ns of an H200's copy rate. The rotation is 4 d^2 FLOP. What bounds it
-// are the instructions, about 1,150 a warp for 16 rows of 128, 0.5 of which are issued a clock:
-// a third for the codes, a third for the threshold and its 4 steps of dependent counts. The ALU is
-// half busy; by stall samples a fifth of the time goes to the product, a fifth to the counts.
-// Reached on an H200 at d 128: 563 us for 36 layers of 8,192 tokens in one launch (58 % of the copy
-// rate), 20.7 us for one layer (44 %), 17.8 us (51 %) with early inputs.
+// are the instructions, about 980 a warp for 16 rows of 128, 0.6 of which are issued a clock: the
+// ALU, which takes two clocks for each, is nearly 60 % busy; by stall samples a fifth of the time
+// goes to the product, a fifth to the counts, a sixth to the codes. Reached on an H200 at d 128:
+// 519 us for 36 layers of 8,192 tokens in one launch (63 % of the copy rate), 18.6 us for one layer
+// (48 %), 16.5 us (55 %) with early inputs.
 //
 // A warp takes a tile (row_tile.cuh) of one half of one head from its load to its bytes, in
 // registers; four warps, a group, rotate their tiles together. The next tile's load goes on
@@ -46,6 +46,12 @@ struct Source {
 template <int kDim>
 __device__ __forceinline__ TileAt FindTile(const Pages& pages, const RowWork& work,
                                            const Source& source, uint32_t unit) {
+  if (source.is_plain) {
+    const uint32_t block = TileOfUnit(unit) / kTilesPerBlock<kDim>;
+    if (unit >= work.units_end) return {.unit = work.units_end, .block_slot = -1};
+    return {.unit = unit,
+            .block_slot = kUnitBlocks<kDim> == 1 || block < source.blocks ? int64_t{block} : -1};
+  }
   for (; unit < work.units_end; unit += UnitStep()) {
     const uint32_t block = TileOfUnit(unit) / kTilesPerBlock<kDim>;
     const int64_t slot = source.LiveSlot(pages, block);
@@ -106,13 +112,22 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
   static_assert(kDim % 64 == 0 && kDim <= 256, "a quad holds words of 8 channels each");
   extern __shared__ __align__(1024) uint8_t shared[];
   const int lane = threadIdx.x % 32;
-  const RowWork work = RowWorkOfWarp(grid);
+  RowWork work = RowWorkOfWarp(grid);
   const uint32_t rotation = SharedAddress(shared);
+  const RowFinder<const __nv_bfloat16> rows(work.is_value ? params.v : params.k, params.tokens,
+                                            work.layer, work.head);
   const bool is_loading =
-      BeginRows<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+      LoadEarlyRotation<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+  if (!params.early_inputs) {
+    if (params.tokens_count == nullptr) {
+      PrefetchTile<kDim>(rows, TileOfUnit(work.unit) * kTileTokens<kDim>, params.blocks_count * 64,
+                         lane);
+    }
+    WaitAndLetStart();
+  }
   // Before the first write. The next kernel starts behind it, so at d 64, where a warp has only two
-  // tiles of a layer's chunk, it comes earlier (8,192 tokens: 10.0 us for 10.9; d 128: 18.5 for
-  // 17.7).
+  // tiles of a layer's chunk, it comes earlier (8,192 tokens, before other changes: 10.0 us for
+  // 10.9; d 128: 18.5 for 17.7).
   constexpr bool kWaitsLate = kDim > 64;
   bool waits = params.early_inputs;
   const auto wait = [&] {
@@ -123,17 +138,16 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
   if (params.tokens_count != nullptr) {
     blocks = min(blocks, static_cast<uint32_t>(max(*params.tokens_count, 0)) / 64);
   }
-  const RowFinder<const __nv_bfloat16> rows(work.is_value ? params.v : params.k, params.tokens,
-                                            work.layer, work.head);
+  work.units_end = min(work.units_end, (blocks + kUnitBlocks<kDim> - 1) / kUnitBlocks<kDim>);
   const Source source = {
       .rows = rows, .blocks = blocks, .is_plain = rows.IsLinear() && params.pages.table == nullptr};
   uint8_t* const runs = params.pages.base + work.layer * params.pages.layer_stride +
                         work.head * params.pages.head_stride;
   const SharedRows tile = WarpTile<kDim, kRotate>(shared);
-  TileAt at = FindTile<kDim>(params.pages, work, source, work.unit);
-  LoadTileAt<kDim>(source, at, tile);
   TileTask task = MakeTask(params, work);
   task.tile = static_cast<int>(TileOfUnit(0) % kTilesPerBlock<kDim>);
+  TileAt at = FindTile<kDim>(params.pages, work, source, work.unit);
+  LoadTileAt<kDim>(source, at, tile);
   if (kRotate) FinishRotation<kDim, 1>(params.rotations, work, rotation, is_loading);
   while (at.unit < work.units_end) {
     CopyAsyncWait<0>();

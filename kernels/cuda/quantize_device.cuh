@@ -92,8 +92,8 @@ __device__ __forceinline__ void OwnExtremes(const RowFragment<kDim>& rows, int l
         low = Min2(low, rows.word[p][g * kGroupWords + u]);
         high = Max2(high, rows.word[p][g * kGroupWords + u]);
       }
-      both[p][0] = Max2(__byte_perm(low, high, 0x5410) ^ 0x00008000u,
-                        __byte_perm(low, high, 0x7632) ^ 0x00008000u);
+      const uint32_t minus_low = low ^ 0x80008000u;
+      both[p][0] = Max2(__byte_perm(minus_low, high, 0x5410), __byte_perm(minus_low, high, 0x7632));
     }
     uint32_t own[kRows];
     GatherOwnRow<kDim, 1>(both, lane, own);
@@ -191,13 +191,11 @@ struct RowPlanes {
 #pragma unroll
     for (int p = 0; p < kRows; ++p) {
       const uint32_t minus_base = LowTwice(0u - bases[p]);
-      const auto above = [&](uint32_t y) {
-        return __viaddmax_s16x2(y & 0x7fff7fffu, minus_base, 0);
-      };
+      const auto above = [&](uint32_t y) { return __viaddmax_s16x2(Magnitude2(y), minus_base, 0); };
 #pragma unroll
       for (int i = 0; i < kRowBytes; ++i) {
-        bytes[p][i] =
-            __byte_perm(above(rows.word[p][2 * i]), above(rows.word[p][2 * i + 1]), 0x6420);
+        // A byte each; by the multiplier, where __byte_perm() takes the ALU.
+        bytes[p][i] = above(rows.word[p][2 * i + 1]) * 256 + above(rows.word[p][2 * i]);
       }
     }
     uint32_t own[kRows * kRowBytes];
@@ -282,14 +280,22 @@ __device__ __forceinline__ uint32_t ClipThreshold(const RowFragment<kDim>& rows,
   return threshold < kBf16SmallestNormal ? 0 : threshold;
 }
 
+// Codes are made as numbers of FP8 E4M3, whose smallest ones are 0, 1, 2 and 3 times this, in bits
+// 0 to 3. A power of two, so that products are rounded as they would be without it.
+inline constexpr float kCodeUnit = 0x1p-9f;
+
 struct GroupCodec {
   uint32_t word;     // Low half scale, high half offset
-  float reciprocal;  // 0 for scale 0: all codes come out 0
+  float reciprocal;  // Times kCodeUnit. 0 for scale 0: all codes come out 0
 };
 
 // From here down a subnormal element may have another code than 0 has: its difference from the
 // offset, or the offset itself, is no longer far below a level.
 inline constexpr uint32_t kSmallScale = 0x1000;  // 2^-95
+// From here on the reciprocal times kCodeUnit could be subnormal. Rows are divided by kShrink and
+// the reciprocal multiplied by it; what that loses are elements of less than 2^-106.
+inline constexpr uint32_t kLargeScale = 0x7180;  // 2^100
+inline constexpr float kShrink = 0x1p20f;
 
 // x / 3, correctly rounded: without the branch for extreme x that __fdiv_rn() has. The remainder is
 // a multiple of the smallest float, so it is exact for subnormal quotients too; infinite x gives
@@ -300,27 +306,58 @@ __device__ __forceinline__ float Third(float x) {
   return __fmaf_rn(__fmaf_rn(quotient, -3.0f, x), kThird, quotient);
 }
 
+// kCodeUnit over a scale of kSmallScale to kLargeScale, given by its bits. Like __frcp_rn() times
+// the unit, without the branch for extremes.
+__device__ __forceinline__ float Reciprocal(uint32_t scale) {
+  const float mantissa = __uint_as_float((scale & 0x7fu) << 16 | 0x3f800000u);
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(mantissa));
+  const float rounded = __fmaf_rn(estimate, __fmaf_rn(-mantissa, estimate, 1.0f), estimate);
+  return __uint_as_float(__float_as_uint(rounded) + ((127u - 9 - (scale >> 7)) << 23));
+}
+
 // False when max - min or the scale is not finite.
 __device__ __forceinline__ bool MakeGroupCodec(uint32_t extremes, GroupCodec* codec) {
-  const uint32_t sanitized = Sanitize2(extremes);
-  uint32_t low = sanitized & 0xffffu;
-  if (low != 0) low ^= 0x8000u;
-  const float offset = __uint_as_float(low << 16);
-  const float range = __fsub_rn(HighBf16(sanitized), offset);
+  uint32_t low = extremes & 0xffffu;
+  low = (low & 0x7f80u) == 0 ? 0 : low ^ 0x8000u;
+  float range;  // Subnormals are taken for 0; one that comes out has no scale.
+  asm("sub.rn.ftz.f32 %0, %1, %2;"
+      : "=f"(range)
+      : "f"(HighBf16(extremes)), "f"(__uint_as_float(low << 16)));
   uint32_t scale = PackBf16(Third(range), 0.0f) & 0x7fffu;
   const bool finite = scale < kBf16Infinity;
   if (scale < kBf16SmallestNormal) scale = 0;
   codec->word = scale | low << 16;
-  codec->reciprocal = scale == 0 ? 0.0f : __frcp_rn(__uint_as_float(scale << 16));
+  codec->reciprocal = Reciprocal(scale);
   return finite;
 }
 
-// A float whose lowest two bits are the code. Adding 1.5 * 2^23 rounds to an integer, half to even.
-// What it rounds is 0 to 3.02: y is neither below the offset nor above the maximum, and the scale
-// is within 2^-8 of a third of the range; so nothing has to be clamped.
-__device__ __forceinline__ uint32_t Code(float y, const GroupCodec& codec) {
-  const float level = __fmul_rn(__fsub_rn(y, HighBf16(codec.word)), codec.reciprocal);
-  return __float_as_uint(__fadd_rn(level, 12582912.0f));
+// The level of an element, times kCodeUnit: 0 to 3.02 of it, since y is neither below the offset
+// nor above the maximum, and the scale is within 2^-8 of a third of the range; so nothing has to be
+// clamped.
+__device__ __forceinline__ float Level(float y, const GroupCodec& codec) {
+  return __fmul_rn(__fsub_rn(y, HighBf16(codec.word)), codec.reciprocal);
+}
+// The codes of two words' four elements, one a byte: levels rounded to integers, half to even.
+__device__ __forceinline__ uint32_t FourCodes(uint32_t a, uint32_t b, const GroupCodec& codec) {
+  const float level[4] = {Level(LowBf16(a), codec), Level(HighBf16(a), codec),
+                          Level(LowBf16(b), codec), Level(HighBf16(b), codec)};
+  uint32_t codes;
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(codes)
+      : "f"(level[0]), "f"(level[1]), "f"(level[2]), "f"(level[3]));
+#else
+  // Added to this, a number is rounded to a multiple of the unit, in the lowest bits.
+  constexpr float kRound = 1.5f * 0x1p23f * kCodeUnit;
+  const auto bits = [&](int i) { return __float_as_uint(__fadd_rn(level[i], kRound)); };
+  codes = __byte_perm(__byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040),
+                      0x5410);
+#endif
+  return codes;
 }
 
 // Codes of one row, as CodeFragment has them.
@@ -332,21 +369,12 @@ __device__ __forceinline__ void RowCodes(const uint32_t (&word)[kDim / 8],
   constexpr int kGroupWords = kDim / 8 / kGroups;
 #pragma unroll
   for (int v = 0; v < kDim / 64; ++v) {
-    uint32_t bytes[4];
+    codes[v] = 0;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      bytes[b] = 0;
-#pragma unroll
-      for (int j = 3; j >= 0; --j) {
-        const int u = 2 * v + b / 2 + kQuarterWords * j;
-        const float y = b % 2 == 0 ? LowBf16(word[u]) : HighBf16(word[u]);
-        // Only the lowest 8 bits count; what is above comes from the floats' exponents.
-        bytes[b] = bytes[b] * 4 + Code(y, codecs[u / kGroupWords]);
-      }
+    for (int j = 3; j >= 0; --j) {
+      const int u = 2 * v + kQuarterWords * j;
+      codes[v] = codes[v] * 4 + FourCodes(word[u], word[u + 1], codecs[u / kGroupWords]);
     }
-    const uint32_t low = __byte_perm(bytes[0], bytes[1], 0x0040);
-    const uint32_t high = __byte_perm(bytes[2], bytes[3], 0x0040);
-    codes[v] = __byte_perm(low, high, 0x5410);
   }
 }
 
@@ -388,14 +416,25 @@ __device__ __forceinline__ void QuantizeRow(uint32_t (&word)[kDim / 8],
 #pragma unroll
     for (int u = 0; u < kDim / 8; ++u) word[u] = Clamp2(word[u], bound);
   }
+  GroupCodec used[kGroups];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
+    used[g] = codecs[g];
     const uint32_t scale = codecs[g].word & 0xffffu;
-    if (scale - 1 >= kSmallScale - 1) continue;
+    const bool has_offset = codecs[g].word > 0xffffu;
+    if (has_offset && scale - kSmallScale < kLargeScale - kSmallScale) continue;
+    uint32_t(&of_group)[kGroupWords] =
+        *reinterpret_cast<uint32_t(*)[kGroupWords]>(&word[g * kGroupWords]);
 #pragma unroll
-    for (int u = g * kGroupWords; u < (g + 1) * kGroupWords; ++u) word[u] = Sanitize2(word[u]);
+    for (uint32_t& two : of_group) two = Sanitize2(two);
+    if (scale == 0) used[g].reciprocal = 0;
+    if (scale < kLargeScale) continue;
+    used[g].reciprocal = __fmul_rn(__frcp_rn(__uint_as_float(scale << 16)), kShrink * kCodeUnit);
+    used[g].word = Divide2(used[g].word, kShrink);
+#pragma unroll
+    for (uint32_t& two : of_group) two = Divide2(two, kShrink);
   }
-  RowCodes<kDim, kGroups>(word, codecs, codes);
+  RowCodes<kDim, kGroups>(word, used, codes);
 }
 
 // Writes the parameter words: 8 bytes have those of two tokens, 8 apart. The lanes of a quad take

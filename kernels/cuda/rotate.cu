@@ -56,14 +56,18 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void RotateKernel(
   const int lane = threadIdx.x % 32;
   const RowWork of_warp = RowWorkOfWarp(grid);
   const uint32_t rotation = SharedAddress(shared);
-  const bool is_loading = BeginRows<kDim, /*kRotate=*/true>(params.rotations, of_warp, rotation,
-                                                            /*early_inputs=*/false);
+  const bool is_loading = LoadEarlyRotation<kDim, /*kRotate=*/true>(
+      params.rotations, of_warp, rotation, /*early_inputs=*/false);
   Work work = {of_warp,
                {of_warp.is_value ? params.v : params.k, params.tokens, of_warp.layer, of_warp.head},
                {of_warp.is_value ? params.v_out : params.k_out, params.tokens_out, of_warp.layer,
                 of_warp.head},
                params.tokens_count,
                params.tokens.slots != nullptr || params.tokens.pages != nullptr};
+  if (params.tokens_count_device == nullptr) {
+    PrefetchTile<kDim>(work.rows, TileOfUnit(work.unit) * kTileTokens<kDim>, work.tokens, lane);
+  }
+  WaitAndLetStart();
   if (params.tokens_count_device != nullptr) {
     work.tokens = min(work.tokens, static_cast<uint32_t>(max(*params.tokens_count_device, 0)));
   }

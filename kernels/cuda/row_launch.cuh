@@ -100,19 +100,17 @@ __device__ __forceinline__ void WaitAndLetStart() {
   LetNextKernelStart();
 }
 
-// The beginning of a kernel: waits for the kernel in front, except with early inputs: then the
-// caller's WaitAndLetStart() comes before its first write, or at its end. Queues the load of the
-// thread block's rotation, if there is one, before the wait where that is allowed, as the first
-// group of copies; true then.
+// Comes before WaitAndLetStart(): queues the load of the thread block's rotation, if there is one,
+// where that is allowed, as the first group of copies; true then. With early inputs it is not:
+// their rows come first.
 template <int kDim, bool kRotate>
-__device__ __forceinline__ bool BeginRows(const Rotations& rotations, const RowWork& work,
-                                          uint32_t rotation, bool early_inputs) {
+__device__ __forceinline__ bool LoadEarlyRotation(const Rotations& rotations, const RowWork& work,
+                                                  uint32_t rotation, bool early_inputs) {
   const bool loads = kRotate && rotations.early && !early_inputs;
   if (loads) {
     LoadRotation<kDim>(RotationOf(rotations, work, kDim), rotation);
     CopyAsyncCommit();
   }
-  if (!early_inputs) WaitAndLetStart();
   return loads;
 }
 // Shares the rotation. Comes behind the load of the first rows, which takes longer; they are

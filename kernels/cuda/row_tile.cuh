@@ -186,6 +186,23 @@ __device__ __forceinline__ void ForEachTileRow(const TileRows<Element>& rows, in
   }
 }
 
+// Asks for the tile of tokens from `first` on in the L2, when its rows are linear. They are not
+// read: the kernel in front may still be writing them.
+template <int kDim>
+__device__ __forceinline__ void PrefetchTile(const RowFinder<const __nv_bfloat16>& finder,
+                                             uint32_t first, uint32_t tokens, int lane) {
+  constexpr int kLineChannels = 64;  // 128 bytes
+  constexpr int kRowLines = kDim / kLineChannels;
+  if (!finder.IsLinear()) return;
+#pragma unroll
+  for (int line = lane; line < kTileTokens<kDim> * kRowLines; line += 32) {
+    const uint32_t token = first + line / kRowLines;
+    if (token >= tokens) continue;
+    const __nv_bfloat16* const from = finder.LinearRow(token) + line % kRowLines * kLineChannels;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  }
+}
+
 // Queues the copy of a tile. The warp waits with CopyAsyncWait and __syncwarp.
 template <int kDim, bool kHasStride>
 __device__ __forceinline__ void LoadTile(const TileRows<const __nv_bfloat16>& rows,

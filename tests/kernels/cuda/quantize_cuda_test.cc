@@ -24,7 +24,7 @@ std::vector<uint16_t> MixedRows(Lcg* lcg, size_t rows_count, uint32_t dim) {
   std::vector<uint16_t> rows = RandomBf16(lcg, rows_count * dim, 1.0f);
   for (size_t i = 0; i < rows_count; ++i) {
     uint16_t* const row = &rows[i * dim];
-    const uint32_t kind = lcg->Next() % 12;
+    const uint32_t kind = lcg->Next() % 14;
     for (uint32_t c = 0; c < dim; ++c) {
       const uint32_t bits = lcg->Next();
       const uint16_t sign = static_cast<uint16_t>(bits >> 15 & 0x8000);  // Of 31 bits
@@ -38,6 +38,9 @@ std::vector<uint16_t> MixedRows(Lcg* lcg, size_t rows_count, uint32_t dim) {
       if (kind == 7) row[c] = bits % 32 == 0 ? row[c] : 0x8000;  // Mostly -0
       if (kind == 8) row[c] = sign | (bits % 0x7e00);            // Anything finite
       if (kind == 9) row[c] = sign | 0x3f80;                     // Only +-1
+      if (kind == 10) row[c] = 0x7e00 + bits % 0x180;            // A scale above 2^126
+      // No offset, and what must not pass for less than that
+      if (kind == 11) row[c] = bits % 3 == 0 ? 0x8000 + bits % 0x80 : row[c] & 0x7fff;
     }
   }
   return rows;
@@ -261,6 +264,32 @@ TEST_F(QuantizeCudaTest, NormalRowsOfManyScalesHaveTheBytesOfTheScalarTwin) {
       data.rank_k[h] = dim - 1 - h;
       data.rank_v[h] = dim - 1 - 2 * h;
     }
+    SCOPED_TRACE(dim);
+    const std::vector<uint8_t> expected = data.Expected();
+    const Launch launch(data);
+    ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
+    Wait();
+    ExpectSamePages(launch.Pages(), expected, c);
+  }
+}
+
+// A row for each finite scale, of -1 to 2 times it in halves: every second element lies on a tie,
+// so that its code says how the reciprocal and the product were rounded.
+TEST_F(QuantizeCudaTest, TiesOfEveryScaleHaveTheBytesOfTheScalarTwin) {
+  constexpr uint32_t kScales = 0x7e80;  // Twice a scale is finite below
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    const Case c = {.layers = 1, .heads = 1, .dim = dim, .group = dim, .blocks = kScales / 64};
+    Data data(c, dim);
+    for (uint32_t bits = 0; bits < kScales; ++bits) {
+      const float scale = Bf16ToFloat(static_cast<uint16_t>(bits));
+      for (uint32_t ch = 0; ch < dim; ++ch) {
+        const uint16_t element = FloatToBf16(scale * (0.5f * static_cast<float>(ch % 7) - 1.0f));
+        data.k[data.RowAt(0, bits, 0) + ch] = element;
+        data.v[data.RowAt(0, bits, 0) + ch] = element ^ 0x8000;
+      }
+    }
+    std::fill(data.rank_k.begin(), data.rank_k.end(), 0);
+    std::fill(data.rank_v.begin(), data.rank_v.end(), dim - 1);
     SCOPED_TRACE(dim);
     const std::vector<uint8_t> expected = data.Expected();
     const Launch launch(data);
