@@ -41,7 +41,7 @@ class PrefillMmaWarp {
         unit_(threadIdx.x / 128),
         block_(unit_ == 0 ? item.block[0] : item.block[1]),
         first_bf16_block_(PrefillFirstBf16Block(launch.params, item.granule.request)),
-        position_(block_ * kPrefillBlockTokens + threadIdx.x / 32 % 4 * 16 + lane_ / 4),
+        row_(threadIdx.x / 32 % 4 * 16 + lane_ / 4),
         queries_(SharedRowsAt(shared + unit_ * Tile::kRowsBytes +
                               SharedRows::Offset<kDim>(threadIdx.x / 32 % 4 * 16, 0))) {}
 
@@ -149,9 +149,8 @@ class PrefillMmaWarp {
   }
 
   __device__ void RotateQueries() {
-    const PrefillShape& shape = params_.plan.shape;
-    const int64_t offset[2] = {PrefillRowOf(shape, item_, unit_, position_) * kDim,
-                               PrefillRowOf(shape, item_, unit_, position_ + 8) * kDim};
+    const PrefillUnitRows rows = PrefillUnitRowsOf(params_.plan.shape, item_, unit_);
+    const int64_t offset[2] = {rows.RowOrNone(row_) * kDim, rows.RowOrNone(row_ + 8) * kDim};
 #pragma unroll
     for (int chunk = 0; chunk < kDim / 64; ++chunk) {
       LoadRotationRows(params_.r_k, chunk);
@@ -184,7 +183,7 @@ class PrefillMmaWarp {
     }
     if (scale.cap > 0.0f) CapScores(scale, s);
     if (PrefillNeedsMask(shape, block_, page)) {
-      MaskScores<0>(shape, position_, page.block, lane_, s);
+      MaskScores<0>(shape, block_ * kPrefillBlockTokens + row_, page.block, lane_, s);
     }
     float factor[2];
     SoftmaxStep(scale.log2, s, &rows_, factor);
@@ -227,21 +226,21 @@ class PrefillMmaWarp {
   }
 
   __device__ void Store(const float (&lse)[2]) const {
-    const PrefillShape& shape = params_.plan.shape;
-    const int first = position_ - lane_ / 4;
+    const PrefillUnitRows rows = PrefillUnitRowsOf(params_.plan.shape, item_, unit_);
+    const int first = row_ - lane_ / 4;
 #pragma unroll 4
     for (int index = lane_; index < 16 * kUnits; index += 32) {
-      const int64_t row = PrefillRowOf(shape, item_, unit_, first + index / kUnits);
-      if (row < 0) continue;
-      *reinterpret_cast<uint4*>(params_.out + row * kDim + index % kUnits * 8) =
+      const int row = first + index / kUnits;
+      if (!rows.Has(row)) continue;
+      *reinterpret_cast<uint4*>(params_.out + rows.Row(row) * kDim + index % kUnits * 8) =
           *reinterpret_cast<const uint4*>(queries_.bytes +
                                           SharedRows::Offset<kDim>(index / kUnits, index % kUnits));
     }
     if (params_.lse == nullptr || lane_ % 4 != 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = PrefillRowOf(shape, item_, unit_, position_ + 8 * half);
-      if (row >= 0) params_.lse[row] = lse[half];
+      const int row = row_ + 8 * half;
+      if (rows.Has(row)) params_.lse[rows.Row(row)] = lse[half];
     }
   }
 
@@ -254,7 +253,7 @@ class PrefillMmaWarp {
   const int unit_;
   const int block_;
   const int first_bf16_block_;
-  const int position_;  // Of the thread's first row
+  const int row_;  // The thread's first one, of the unit's 64
   const SharedRows queries_;
   PrefillRows rows_;
   float o_[kUnits][4] = {};

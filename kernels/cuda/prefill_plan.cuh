@@ -217,20 +217,8 @@ __device__ inline bool PrefillItemOf(const PrefillShape& shape, const PrefillPla
   return true;
 }
 
-// Where a query of an item's unit is in q and out, in rows of head_dim; negative when nobody asked
-// for it.
-__device__ inline int64_t PrefillRowOf(const PrefillShape& shape, const PrefillItem& item, int unit,
-                                       int position) {
-  const PrefillSpanOfTokens& tokens = item.granule.tokens;
-  if (!(unit == 0 ? item.used[0] : item.used[1]) || position < tokens.begin ||
-      position >= tokens.end) {
-    return -1;
-  }
-  return int64_t{tokens.row + position - tokens.begin} * shape.query_heads +
-         (unit == 0 ? item.head[0] : item.head[1]);
-}
-
-// The same for the 64 rows of a unit: those that somebody asked for, and where they are.
+// The 64 queries of an item's unit: those that somebody asked for, and where they are in q and out,
+// in rows of head_dim.
 struct PrefillUnitRows {
   int begin, end;
   int64_t first;  // Where row 0 is, or would be
@@ -238,6 +226,7 @@ struct PrefillUnitRows {
 
   __device__ bool Has(int row) const { return row >= begin && row < end; }
   __device__ int64_t Row(int row) const { return first + row * stride; }
+  __device__ int64_t RowOrNone(int row) const { return Has(row) ? Row(row) : -1; }
 };
 __device__ inline PrefillUnitRows PrefillUnitRowsOf(const PrefillShape& shape,
                                                     const PrefillItem& item, int unit) {
