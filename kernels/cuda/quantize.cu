@@ -33,10 +33,9 @@ struct Source {
   uint32_t blocks;
   bool is_plain;  // Linear rows, no table: no block is left out
 
-  // The slot of a block; negative when it is left out.
+  // The slot of a block; negative when it is left out. REQUIRES: not is_plain.
   __device__ __forceinline__ int64_t LiveSlot(const Pages& pages, uint32_t block) const {
     if (block >= blocks) return -1;
-    if (is_plain) return block;
     return rows.IsLeftOut(block * 64) ? -1 : BlockSlot(pages, block);
   }
 };
@@ -118,16 +117,18 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
                                             work.layer, work.head);
   const bool is_loading =
       LoadEarlyRotation<kDim, kRotate>(params.rotations, work, rotation, params.early_inputs);
+  const bool is_plain = rows.IsLinear() && params.pages.table == nullptr;
   if (!params.early_inputs) {
-    if (params.tokens_count == nullptr) {
-      PrefetchTile<kDim>(rows, TileOfUnit(work.unit) * kTileTokens<kDim>, params.blocks_count * 64,
-                         lane);
+    // Only rows that are read in any case: others need not be there.
+    if (is_plain && params.tokens_count == nullptr) {
+      PrefetchTile<kDim>(rows, TileOfUnit(work.unit) * kTileTokens<kDim>,
+                         min(params.blocks_count * 64, work.units_end * kUnitTokens<kDim>), lane);
     }
     WaitAndLetStart();
   }
   // Before the first write. The next kernel starts behind it, so at d 64, where a warp has only two
-  // tiles of a layer's chunk, it comes earlier (8,192 tokens, before other changes: 10.0 us for
-  // 10.9; d 128: 18.5 for 17.7).
+  // tiles of a layer's chunk, it comes earlier (8,192 tokens, when they took 10.0 us: 10.0
+  // for 10.9; d 128: 18.5 for 17.7).
   constexpr bool kWaitsLate = kDim > 64;
   bool waits = params.early_inputs;
   const auto wait = [&] {
@@ -139,8 +140,7 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
     blocks = min(blocks, static_cast<uint32_t>(max(*params.tokens_count, 0)) / 64);
   }
   work.units_end = min(work.units_end, (blocks + kUnitBlocks<kDim> - 1) / kUnitBlocks<kDim>);
-  const Source source = {
-      .rows = rows, .blocks = blocks, .is_plain = rows.IsLinear() && params.pages.table == nullptr};
+  const Source source = {.rows = rows, .blocks = blocks, .is_plain = is_plain};
   uint8_t* const runs = params.pages.base + work.layer * params.pages.layer_stride +
                         work.head * params.pages.head_stride;
   const SharedRows tile = WarpTile<kDim, kRotate>(shared);

@@ -8,7 +8,8 @@
 #include "kernels/cuda/row_tile.cuh"
 
 // The codec's rule (kernels/quantize.h) on a tile in registers. All arithmetic that decides a bit
-// is a single correctly rounded operation: nothing is contracted, no subnormal is flushed.
+// is correctly rounded: nothing is contracted, and no subnormal is flushed but where it cannot
+// decide one, which is said there.
 //
 // A row of the tile is spread over the four lanes of a quad; what is one for a row, the lanes that
 // own it work out for all.
@@ -280,20 +281,21 @@ __device__ __forceinline__ uint32_t ClipThreshold(const RowFragment<kDim>& rows,
   return threshold < kBf16SmallestNormal ? 0 : threshold;
 }
 
-// Codes are made as numbers of FP8 E4M3, whose smallest ones are 0, 1, 2 and 3 times this, in bits
+// Codes are made as numbers of FP8 E4M3: 0, 1, 2 and 3 times this are its smallest ones, the bytes
 // 0 to 3. A power of two, so that products are rounded as they would be without it.
 inline constexpr float kCodeUnit = 0x1p-9f;
 
 struct GroupCodec {
   uint32_t word;     // Low half scale, high half offset
-  float reciprocal;  // Times kCodeUnit. 0 for scale 0: all codes come out 0
+  float reciprocal;  // Times kCodeUnit, of a scale in [2^-126, kLargeScale)
 };
 
 // From here down a subnormal element may have another code than 0 has: its difference from the
 // offset, or the offset itself, is no longer far below a level.
 inline constexpr uint32_t kSmallScale = 0x1000;  // 2^-95
-// From here on the reciprocal times kCodeUnit could be subnormal. Rows are divided by kShrink and
-// the reciprocal multiplied by it; what that loses are elements of less than 2^-106.
+// Above 2^117 the reciprocal times kCodeUnit would be subnormal. From here on groups are divided by
+// kShrink and the reciprocal is multiplied by it. What becomes subnormal by that are elements
+// below 2^-106, too small beside the scale to decide a code.
 inline constexpr uint32_t kLargeScale = 0x7180;  // 2^100
 inline constexpr float kShrink = 0x1p20f;
 
@@ -306,8 +308,8 @@ __device__ __forceinline__ float Third(float x) {
   return __fmaf_rn(__fmaf_rn(quotient, -3.0f, x), kThird, quotient);
 }
 
-// kCodeUnit over a scale of kSmallScale to kLargeScale, given by its bits. Like __frcp_rn() times
-// the unit, without the branch for extremes.
+// kCodeUnit over a normal scale below kLargeScale, given by its bits; some number for others. What
+// __frcp_rn() times the unit is, without the branch for extremes.
 __device__ __forceinline__ float Reciprocal(uint32_t scale) {
   const float mantissa = __uint_as_float((scale & 0x7fu) << 16 | 0x3f800000u);
   float estimate;
@@ -334,7 +336,8 @@ __device__ __forceinline__ bool MakeGroupCodec(uint32_t extremes, GroupCodec* co
 
 // The level of an element, times kCodeUnit: 0 to 3.02 of it, since y is neither below the offset
 // nor above the maximum, and the scale is within 2^-8 of a third of the range; so nothing has to be
-// clamped.
+// clamped. It must not be -0 either, whose byte is 0x80: beside an offset of 0, y is no -0 and no
+// subnormal.
 __device__ __forceinline__ float Level(float y, const GroupCodec& codec) {
   return __fmul_rn(__fsub_rn(y, HighBf16(codec.word)), codec.reciprocal);
 }
@@ -421,18 +424,18 @@ __device__ __forceinline__ void QuantizeRow(uint32_t (&word)[kDim / 8],
   for (int g = 0; g < kGroups; ++g) {
     used[g] = codecs[g];
     const uint32_t scale = codecs[g].word & 0xffffu;
-    const bool has_offset = codecs[g].word > 0xffffu;
+    const bool has_offset = codecs[g].word > 0xffffu;  // Level() needs it
     if (has_offset && scale - kSmallScale < kLargeScale - kSmallScale) continue;
-    uint32_t(&of_group)[kGroupWords] =
-        *reinterpret_cast<uint32_t(*)[kGroupWords]>(&word[g * kGroupWords]);
 #pragma unroll
-    for (uint32_t& two : of_group) two = Sanitize2(two);
-    if (scale == 0) used[g].reciprocal = 0;
+    for (int u = g * kGroupWords; u < (g + 1) * kGroupWords; ++u) word[u] = Sanitize2(word[u]);
+    if (scale == 0) used[g].reciprocal = 0;  // All codes come out 0.
     if (scale < kLargeScale) continue;
     used[g].reciprocal = __fmul_rn(__frcp_rn(__uint_as_float(scale << 16)), kShrink * kCodeUnit);
     used[g].word = Divide2(used[g].word, kShrink);
 #pragma unroll
-    for (uint32_t& two : of_group) two = Divide2(two, kShrink);
+    for (int u = g * kGroupWords; u < (g + 1) * kGroupWords; ++u) {
+      word[u] = Divide2(word[u], kShrink);
+    }
   }
   RowCodes<kDim, kGroups>(word, used, codes);
 }

@@ -1,6 +1,6 @@
 // y = bf16(x R) for rows of K and V: 8 d bytes moved and 4 d^2 FLOP per token, layer and KV head.
-// One layer of 8,192 tokens and 8 heads takes 20.4 us at d 128 on an H200, 78 % of the copy rate
-// (72 % at d 64, 58 % at d 256).
+// One layer of 8,192 tokens and 8 heads takes 18.7 us at d 128 on an H200, 85 % of the copy rate
+// (80 % at d 64, 59 % at d 256).
 
 #include "kernels/cuda/rotate.h"
 #include "kernels/cuda/row_launch.cuh"
@@ -65,7 +65,9 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void RotateKernel(
                params.tokens_count,
                params.tokens.slots != nullptr || params.tokens.pages != nullptr};
   if (params.tokens_count_device == nullptr) {
-    PrefetchTile<kDim>(work.rows, TileOfUnit(work.unit) * kTileTokens<kDim>, work.tokens, lane);
+    // A layer takes 18.7 us for 19.7 without.
+    PrefetchTile<kDim>(work.rows, TileOfUnit(work.unit) * kTileTokens<kDim>,
+                       min(work.tokens, work.units_end * kUnitTokens<kDim>), lane);
   }
   WaitAndLetStart();
   if (params.tokens_count_device != nullptr) {

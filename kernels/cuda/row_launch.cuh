@@ -162,8 +162,8 @@ inline bool AreRotations(const Rotations& rotations, uint32_t kv_heads) {
 
 // Launches kernel(params, grid) over the units of `grid`, whose block_units it chooses: so that one
 // wave of thread blocks does all, up to units_max units each. The kernel may start before the one
-// before it on the stream has ended: it waits for that before it touches memory, but for what is
-// said to be early.
+// before it on the stream has ended: it waits for that before it reads or writes memory, but for
+// what is said to be early.
 template <class Shape, typename Params>
 cudaError_t LaunchRows(void (*kernel)(Params, RowGrid), const SharedBytes& shared,
                        uint32_t units_max, const Params& params, RowGrid grid,

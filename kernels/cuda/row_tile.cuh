@@ -186,8 +186,8 @@ __device__ __forceinline__ void ForEachTileRow(const TileRows<Element>& rows, in
   }
 }
 
-// Asks for the tile of tokens from `first` on in the L2, when its rows are linear. They are not
-// read: the kernel in front may still be writing them.
+// Asks for the tile of tokens [first, tokens) in the L2, when its rows are linear. They are not
+// read: the kernel in front may still be writing them. REQUIRES: they are memory of the caller's.
 template <int kDim>
 __device__ __forceinline__ void PrefetchTile(const RowFinder<const __nv_bfloat16>& finder,
                                              uint32_t first, uint32_t tokens, int lane) {

@@ -273,15 +273,17 @@ TEST_F(QuantizeCudaTest, NormalRowsOfManyScalesHaveTheBytesOfTheScalarTwin) {
   }
 }
 
-// A row for each finite scale, of -1 to 2 times it in halves: every second element lies on a tie,
-// so that its code says how the reciprocal and the product were rounded.
+// A row for each scale there is, subnormal ones too, of -1 to 2 times it in halves: levels of
+// 0.5, 1.5 and 2.5 are ties, the last where bf16 has it, so that their codes say how the reciprocal
+// and the product were rounded.
 TEST_F(QuantizeCudaTest, TiesOfEveryScaleHaveTheBytesOfTheScalarTwin) {
-  constexpr uint32_t kScales = 0x7e80;  // Twice a scale is finite below
+  constexpr uint32_t kScales = 0x7eab;  // Three times a scale is finite below
   for (const uint32_t dim : {64u, 128u, 256u}) {
-    const Case c = {.layers = 1, .heads = 1, .dim = dim, .group = dim, .blocks = kScales / 64};
+    const Case c = {
+        .layers = 1, .heads = 1, .dim = dim, .group = dim, .blocks = (kScales + 63) / 64};
     Data data(c, dim);
-    for (uint32_t bits = 0; bits < kScales; ++bits) {
-      const float scale = Bf16ToFloat(static_cast<uint16_t>(bits));
+    for (uint32_t bits = 0; bits < c.blocks * 64; ++bits) {
+      const float scale = Bf16ToFloat(static_cast<uint16_t>(bits % kScales));
       for (uint32_t ch = 0; ch < dim; ++ch) {
         const uint16_t element = FloatToBf16(scale * (0.5f * static_cast<float>(ch % 7) - 1.0f));
         data.k[data.RowAt(0, bits, 0) + ch] = element;
@@ -291,11 +293,14 @@ TEST_F(QuantizeCudaTest, TiesOfEveryScaleHaveTheBytesOfTheScalarTwin) {
     std::fill(data.rank_k.begin(), data.rank_k.end(), 0);
     std::fill(data.rank_v.begin(), data.rank_v.end(), dim - 1);
     SCOPED_TRACE(dim);
+    const std::vector<uint16_t> k = data.k;
     const std::vector<uint8_t> expected = data.Expected();
+    ASSERT_EQ(data.k, k) << "a row without an int2 form was replaced";
     const Launch launch(data);
     ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
     Wait();
     ExpectSamePages(launch.Pages(), expected, c);
+    EXPECT_EQ(launch.BadRowWord(), cuda::kNoBadRow);
   }
 }
 
@@ -325,19 +330,22 @@ TEST_F(QuantizeCudaTest, ALongChunkHasTheBytesOfTheScalarTwin) {
 }
 
 TEST_F(QuantizeCudaTest, OnlyFullBlocksOfTheTokensOnTheDeviceAreSealed) {
-  const Case c = {.layers = 1, .heads = 2, .dim = 128, .group = 64, .blocks = 4};
-  Data data(c, 13);
-  const std::vector<uint8_t> expected = data.Expected();
-  for (const int32_t tokens : {-3, 0, 63, 64, 191, 256, 1000}) {
-    Launch launch(data);
-    const OnDevice<int32_t> count({tokens});
-    launch.params.tokens_count = count.get();
-    ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
-    Wait();
-    std::vector<uint8_t> sealed(expected.size(), kPoison);
-    const size_t blocks = std::min<size_t>(4, std::max(tokens, 0) / 64);
-    std::copy_n(expected.begin(), blocks * c.block_bytes(), sealed.begin());
-    ExpectSamePages(launch.Pages(), sealed, c);
+  for (const uint32_t dim : {64u, 128u, 256u}) {
+    const Case c = {.layers = 1, .heads = 2, .dim = dim, .group = 64, .blocks = 4};
+    Data data(c, 13);
+    const std::vector<uint8_t> expected = data.Expected();
+    for (const int32_t tokens : {-3, 0, 63, 64, 191, 192, 256, 1000}) {
+      SCOPED_TRACE(testing::Message() << tokens << " tokens");
+      Launch launch(data);
+      const OnDevice<int32_t> count({tokens});
+      launch.params.tokens_count = count.get();
+      ASSERT_CUDA_OK(cuda::QuantizePages(launch.params, stream_));
+      Wait();
+      std::vector<uint8_t> sealed(expected.size(), kPoison);
+      const size_t blocks = std::min<size_t>(4, std::max(tokens, 0) / 64);
+      std::copy_n(expected.begin(), blocks * c.block_bytes(), sealed.begin());
+      ExpectSamePages(launch.Pages(), sealed, c);
+    }
   }
 }
 
