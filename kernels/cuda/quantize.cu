@@ -45,7 +45,7 @@ struct Source {
 template <int kDim>
 __device__ __forceinline__ TileAt FindTile(const Pages& pages, const RowWork& work,
                                            const Source& source, uint32_t unit) {
-  if (source.is_plain) {
+  if (source.is_plain) {  // All units up to units_end have a block; the loop takes 1 % longer.
     const uint32_t block = TileOfUnit(unit) / kTilesPerBlock<kDim>;
     if (unit >= work.units_end) return {.unit = work.units_end, .block_slot = -1};
     return {.unit = unit,
@@ -127,8 +127,8 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
     WaitAndLetStart();
   }
   // Before the first write. The next kernel starts behind it, so at d 64, where a warp has only two
-  // tiles of a layer's chunk, it comes earlier (8,192 tokens, when they took 10.0 us: 10.0
-  // for 10.9; d 128: 18.5 for 17.7).
+  // tiles of a layer's chunk, it comes earlier (8,192 tokens at 93e71ed: 10.0 us for 10.9;
+  // d 128: 18.5 for 17.7).
   constexpr bool kWaitsLate = kDim > 64;
   bool waits = params.early_inputs;
   const auto wait = [&] {
@@ -139,6 +139,7 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void QuantizeKerne
   if (params.tokens_count != nullptr) {
     blocks = min(blocks, static_cast<uint32_t>(max(*params.tokens_count, 0)) / 64);
   }
+  // Units behind have no block.
   work.units_end = min(work.units_end, (blocks + kUnitBlocks<kDim> - 1) / kUnitBlocks<kDim>);
   const Source source = {.rows = rows, .blocks = blocks, .is_plain = is_plain};
   uint8_t* const runs = params.pages.base + work.layer * params.pages.layer_stride +

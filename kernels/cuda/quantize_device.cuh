@@ -315,6 +315,7 @@ __device__ __forceinline__ float Reciprocal(uint32_t scale) {
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(mantissa));
   const float rounded = __fmaf_rn(estimate, __fmaf_rn(-mantissa, estimate, 1.0f), estimate);
+  // Less the scale's exponent and the unit's 9.
   return __uint_as_float(__float_as_uint(rounded) + ((127u - 9 - (scale >> 7)) << 23));
 }
 
