@@ -9,8 +9,8 @@
 // warpgroups in the place of warps.
 //
 // A page of 64 tokens and one KV head: 4,608 bytes; 8 products of 64 x 32 x 32 8-bit integers, 32
-// AND and about 180 other instructions in each of four warps. Bound by the issue of instructions,
-// with which wgmma hardly overlaps. On an H200 at 8 x 102,400, 128/8 heads: 187 us, 60 % of the
+// AND and about 175 other instructions in each of four warps. Bound by the issue of instructions,
+// with which wgmma hardly overlaps. On an H200 at 8 x 102,400, 128/8 heads: 183 us, 62 % of the
 // limit of memory, where mma.sync (attend_kernel.cuh) takes 250 (README.md).
 namespace okv::cuda {
 
@@ -42,12 +42,12 @@ __device__ __forceinline__ void StartWideLoads(const AttendKernelParams& params,
   uint32_t requested = 0;
   if (params.decode.early_history) {
     for (; requested < (kUnits + 1) / 2 && !ring->IsBf16(requested); ++requested) {
-      ring->Request(requested, requested);
+      ring->Request(requested);
     }
     WaitForKernelBefore();
   }
   queries.Request(shared->query_raw);
-  for (; requested < kUnits; ++requested) ring->Request(requested, requested);
+  for (; requested < kUnits; ++requested) ring->Request(requested);
   LetNextKernelStart();
 }
 
@@ -75,6 +75,13 @@ __device__ __forceinline__ bool BeginWidePiece(const AttendKernelParams& params,
     QueryCopy<T>(params, next).Request(shared->query_raw);
   }
   return more;
+}
+
+// The piece's INT2 units from this one on are not full: there is at most one, the pair's last.
+template <class T>
+__device__ __forceinline__ int FullUnitsEnd(const Piece& piece) {
+  const int full = piece.plan.int2_blocks / T::kPages - piece.int2_begin;
+  return piece.int2_index + min(piece.int2_count, full);
 }
 
 // All groups of a block meet equally often in a piece, twice a unit, or racecheck loses the block's
@@ -128,20 +135,21 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const bool more = BeginWidePiece<T>(params, block, piece, shared, &sums);
     const int units = piece.Units();
     const int int2_begin = piece.int2_index;
-    const int int2_end = int2_begin + piece.int2_count;
+    const uint32_t int2_count = piece.int2_count;
+    const int full_end = FullUnitsEnd<T>(piece);
 #pragma unroll 1
     for (; unit < units; unit += T::kWarps) {
       const UnitSlots<T> slots = ring.Wait(place, parity);
-      const bool is_int2 = unit >= int2_begin && unit < int2_end;
+      const bool is_int2 = static_cast<uint32_t>(unit - int2_begin) < int2_count;
       typename WideSums<T>::Scores scores;
       if (is_int2) {
-        sums.ScoreInt2(params, piece, piece.Int2Unit(unit), slots, shared, &scores);
+        sums.ScoreInt2(params, piece, unit, unit < full_end, slots, shared, &scores);
       } else if (warp == 0) {
         ClearBehind<T>(piece, piece.Bf16Unit(unit), slots);
       }
       WarpgroupSync(group);
       // All four warps are done with the unit before; its place is asked for again a little later.
-      const auto request = [&] { ring.RequestBehind(index, place); };
+      const auto request = [&] { ring.RequestBehind(index); };
       if (is_int2) {
         sums.AddInt2(slots, &scores, shared, request);
       } else {

@@ -60,6 +60,23 @@ __device__ __forceinline__ void StoreMatrix4Transposed(uint32_t address, const u
                "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
                : "memory");
 }
+// Where `arrives`, BarrierExpect() of kBytes and BulkCopy(), or without `copies` of 0 and nothing.
+// Predicates, not branches, of which each costs every warp some 30 clocks.
+template <int kBytes>
+__device__ __forceinline__ void BulkCopyIf(bool arrives, bool copies, uint32_t destination,
+                                           const void* source, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred arrives, copies;\n.reg .b32 bytes;\n"
+      "setp.ne.s32 arrives, %3, 0;\n"
+      "setp.ne.and.s32 copies, %4, 0, arrives;\n"
+      "selp.b32 bytes, %5, 0, copies;\n"
+      "@arrives mbarrier.arrive.expect_tx.shared::cta.b64 _, [%2], bytes;\n"
+      "@copies cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %5, "
+      "[%2];\n}" ::"r"(destination),
+      "l"(source), "r"(barrier), "r"(static_cast<int>(arrives)), "r"(static_cast<int>(copies)),
+      "n"(kBytes)
+      : "memory");
+}
 // Waits for the four warps of a warpgroup. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void WarpgroupSync(int group) { NamedWait(group + 1, 128); }
 #endif  // OKV_HAS_WGMMA

@@ -69,29 +69,26 @@ class WideRing {
   // turn before Request(index).
   __device__ __forceinline__ bool IsBf16(uint32_t index) {
     if (index % 32 == 0) Find(index);
-    return Found(index)->rows > 0;
+    return Found(index)->What() > UnitSource::kRows;
   }
 
   // Asks for the warp's part of the group's unit `index`, each in turn; its place is index %
   // kUnits. REQUIRES: all warps are done with unit index - kUnits.
-  __device__ __forceinline__ void Request(uint32_t index, uint32_t place) {
+  __device__ __forceinline__ void Request(uint32_t index) {
     if (index % 32 == 0) Find(index);
     const UnitSource source = *Found(index);
-    const uint32_t unit = SharedAddress(shared_->Unit(group_, kUnits, place));
-    const uint32_t barrier = Arrived(place);
-    if (source.rows > 0) {
-      CopyRows(source, unit, barrier);
-    } else if (source.rows == 0 && threadIdx.x % 32 == 0) {
-      const uint32_t bytes = source.from == nullptr ? 0 : T::kRunBytes;
-      BarrierExpect(barrier, bytes);
-      if (bytes != 0) BulkCopy(unit + warp_ * T::kSlotBytes, source.from, bytes, barrier);
+    if (__builtin_expect(source.What() <= UnitSource::kPage, 1)) {
+      const bool arrives = source.What() != UnitSource::kNoUnit && Again(threadIdx.x) % 32 == 0;
+      const bool copies = source.What() == UnitSource::kPage;
+      BulkCopyIf<T::kRunBytes>(arrives, copies, source.to, source.from, source.Barrier());
+    } else {
+      CopyRows(source);
     }
-    __syncwarp();
   }
 
   // Asks for what follows the ring in the place of the unit before unit `index`, if there is one.
-  __device__ __forceinline__ void RequestBehind(uint32_t index, uint32_t place) {
-    if (index > 0) Request(index - 1 + kUnits, place == 0 ? kUnits - 1 : place - 1);
+  __device__ __forceinline__ void RequestBehind(uint32_t index) {
+    if (index > 0) Request(index - 1 + kUnits);
   }
 
   // Waits for the unit in `place`; parity changes with every round of places, from 0.
@@ -119,39 +116,46 @@ class WideRing {
   __device__ __forceinline__ void Find(int first) {
     const int lane = Again(threadIdx.x) % 32;
     int index = group_ + (first + lane) * T::kWarps;
-    UnitSource source = {nullptr, -1};
+    const uint32_t place = static_cast<uint32_t>(first + lane) % kUnits;
+    UnitSource source = {nullptr, SharedAddress(shared_->Unit(group_, kUnits, place)), 0};
+    uint32_t what = UnitSource::kNoUnit;
     Piece piece;
     if (FindUnitOfBlock(params_, WideState<T>::Of(shared_)->block, &index, &piece)) {
       if (piece.IsInt2(index)) {
         const int block = piece.Int2Unit(index) * T::kPages + warp_;
-        source.rows = 0;
-        if (block < piece.plan.int2_blocks) source.from = PageOfBlock<T>(params_, piece, block);
+        what = UnitSource::kNoPage;
+        if (block < piece.plan.int2_blocks) {
+          what = UnitSource::kPage;
+          source.from = PageOfBlock<T>(params_, piece, block);
+          source.to += warp_ * T::kSlotBytes;
+        }
       } else {
         const int token = piece.Bf16Token(piece.Bf16Unit(index), T::kUnitTokens);
         source.from = KeysFrom<T>(params_, piece, token);
-        source.rows = min(T::kUnitTokens, piece.plan.length - token);
+        what = UnitSource::kRows + min(T::kUnitTokens, piece.plan.length - token);
       }
     }
+    source.Pack(Arrived(place), what);
     *Found(lane) = source;
     __syncwarp();
   }
 
   // Warps 0 and 1 copy the keys, 2 and 3 the values, a lane a row.
-  __device__ __forceinline__ void CopyRows(const UnitSource& source, uint32_t unit,
-                                           uint32_t barrier) {
+  __device__ __forceinline__ void CopyRows(const UnitSource& source) {
     constexpr int kShare = T::kUnitTokens / 2;
     const int lane = Again(threadIdx.x) % 32;
     const int is_value = warp_ / 2;
-    const int row = warp_ % 2 * kShare + lane;
-    const bool valid = lane < kShare && row < source.rows;
+    const uint32_t row = warp_ % 2 * kShare + lane;
+    const bool valid = lane < kShare && row < source.What() - UnitSource::kRows;
     const int rows = __popc(__ballot_sync(~0u, valid));
-    if (lane == 0) BarrierExpect(barrier, rows * kRow);
+    if (lane == 0) BarrierExpect(source.Barrier(), rows * kRow);
     __syncwarp();
     if (valid) {
-      BulkCopy(unit + is_value * T::kValuesAt + row * T::kRowBytes,
+      BulkCopy(source.to + is_value * T::kValuesAt + row * T::kRowBytes,
                source.from + (is_value * static_cast<int>(kBlockTokens) + row) * kRow, kRow,
-               barrier);
+               source.Barrier());
     }
+    __syncwarp();
   }
 
   const AttendKernelParams& params_;

@@ -39,8 +39,8 @@ class WideSums {
                                         const Shared<T>& shared);
   // Up to the maxima of the warp's tokens, which it writes to shared memory.
   __device__ __forceinline__ void ScoreInt2(const AttendKernelParams& params, const Piece& piece,
-                                            int unit, const UnitSlots<T>& slots, Shared<T>* shared,
-                                            Scores* scores);
+                                            int index, bool is_full, const UnitSlots<T>& slots,
+                                            Shared<T>* shared, Scores* scores);
   // Calls `meanwhile` while the last products are computed. REQUIRES: WarpgroupSync() since
   // ScoreInt2().
   template <class Function>
@@ -109,6 +109,8 @@ class WideSums {
   int warp_;        // in the group
   int half_;        // Words of the values' bytes: channels 16 half_ .. of each 32
   int first_slot_;  // of the values
+  uint64_t query_;  // Operands of wgmma
+  uint64_t operand_;
   int position_[kA];
 
   // All relative to 2^maximum_; sum_ and offset_ are of this lane's tokens only. output_ of slot j
@@ -127,6 +129,9 @@ __device__ __forceinline__ void WideSums<T>::Begin(const AttendKernelParams& par
   // Through a shuffle, so that the compiler knows them to be the same in all lanes.
   group_ = __shfl_sync(~0u, threadIdx.x / 128, 0);
   warp_ = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
+  // The same: 30 moves to uniform registers a unit otherwise.
+  query_ = CoreMatrices(__shfl_sync(~0u, SharedAddress(shared.query_bytes), 0), T::kStepBytes);
+  operand_ = CoreMatrices(__shfl_sync(~0u, Operand(&shared), 0), T::kStepBytes);
   half_ = warp_ / 2;
   first_slot_ = warp_ % 2 * 2;
   position_[0] = piece.plan.length - 1;
@@ -211,12 +216,9 @@ __device__ __forceinline__ void WideSums<T>::ScorePage(const UnitSlots<T>& slots
 
 template <class T>
 __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams& params,
-                                                       const Piece& piece, int unit,
+                                                       const Piece& piece, int index, bool is_full,
                                                        const UnitSlots<T>& slots, Shared<T>* shared,
                                                        Scores* scores) {
-  const int index = unit * T::kPages;
-  const int pages = piece.plan.int2_blocks - index;
-  const uint64_t query = CoreMatrices(SharedAddress(shared->query_bytes), T::kStepBytes);
   const auto codes = [&](int page) {
     return reinterpret_cast<const uint4*>(slots.slot[page])[32 * warp_ + threadIdx.x % 32];
   };
@@ -224,18 +226,22 @@ __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams&
 #pragma unroll
   for (int a = 0; a < kA; ++a) query_sum[a] = shared->query_sums[T::RowOf(a, pair_)][0];
   int sums[2][16];
-  IssueKeys(codes(0), query, sums[0]);
+  IssueKeys(codes(0), query_, sums[0]);
 #pragma unroll
   for (int page = 0; page < T::kPages; ++page) {
-    const uint4 next = codes(page + 1 < T::kPages ? page + 1 : page);
-    WgmmaWait<0>();
+    if (page + 1 < T::kPages) {  // Behind those of this page
+      IssueKeys(codes(page + 1), query_, sums[(page + 1) % 2]);
+      WgmmaWait<1>();
+    } else {
+      WgmmaWait<0>();
+    }
     PinWords(sums[page % 2]);
-    if (page + 1 < T::kPages) IssueKeys(next, query, sums[(page + 1) % 2]);
     ScorePage(slots, page, query_sum, sums[page % 2], scores);
   }
 #pragma unroll
   for (int a = 0; a < kA; ++a) scores->unscale[a] = shared->query_unscale[T::RowOf(a, pair_)];
-  if (pages < T::kPages) {
+  if (!is_full) {
+    const int pages = piece.plan.int2_blocks - piece.Int2Unit(index) * T::kPages;
     // The last unit. What an earlier one left in the place of pages must not be read as scales.
 #pragma unroll
     for (int page = 1; page < T::kPages; ++page) {
@@ -254,8 +260,8 @@ __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams&
       for (int v = 0; v < kValues; ++v) {
         float& score = scores->score[page][v];
         const float unscale = scores->unscale[v % kA];
-        if (cap > 0.0f && page < pages) score = cap / unscale * tanhf(score * (unscale / cap));
-        const int block = piece.plan.int2_first_block + index + page;
+        if (cap > 0.0f && score != kHidden) score = cap / unscale * tanhf(score * (unscale / cap));
+        const int block = piece.plan.int2_first_block + piece.Int2Unit(index) * T::kPages + page;
         const int token = (block * 4 + warp_) * 16 + row_ + v / kA * 8;
         if (!Sees(params.decode.shape, v % kA, token, true)) score = kHidden;
       }
@@ -313,6 +319,8 @@ __device__ __forceinline__ void WideSums<T>::WriteMaxima(const UnitSlots<T>& slo
   float one = fmaxf(odd ? pairs[1] : pairs[0], __shfl_xor_sync(~0u, sent, 8));
   one = fmaxf(one, __shfl_xor_sync(~0u, one, 4));
   const int row = T::RowOf((second ? 2 : 0) + (odd ? 1 : 0), pair_);
+  // Back to units of log 2; 15.9 + 0.087 < log2(65,535).
+  one = fmaf(one, kLogRange, kLogBegin - 15.9f);
   if ((threadIdx.x & 4) == 0) Exchange(shared, 0)[row][warp_] = one;
 }
 
@@ -335,11 +343,7 @@ __device__ __forceinline__ void WideSums<T>::Probabilities(Scores* scores, const
   ReadMaxima(shared, largest);
   bool grows = false;
 #pragma unroll
-  for (int a = 0; a < kA; ++a) {
-    // Back to units of log 2; 15.9 + 0.087 < log2(65,535).
-    largest[a] = fmaf(largest[a], kLogRange, kLogBegin - 15.9f);
-    grows |= largest[a] > maximum_[a];
-  }
+  for (int a = 0; a < kA; ++a) grows |= largest[a] > maximum_[a];
   if (__any_sync(~0u, grows)) {
 #pragma unroll
     for (int a = 0; a < kA; ++a) {
@@ -426,10 +430,11 @@ __device__ __forceinline__ void WideSums<T>::AddValues(const UnitSlots<T>& slots
     }
     WgmmaBegin();
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const uint64_t b = Further(operand, (4 * page + 2 * u) * T::kStepBytes);
+    for (int half = 0; half < kSlots; ++half) {
+      const int i = (half + page) % kSlots;  // Four products with the same sums after each other
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i) {
+      for (int u = 0; u < 2; ++u) {
+        const uint64_t b = Further(operand, (4 * page + 2 * u) * T::kStepBytes);
         WgmmaU8U8(sums[i], codes[page % 2].a[u][i], b, page + u != 0);
       }
     }
@@ -479,7 +484,7 @@ __device__ __forceinline__ void WideSums<T>::AddInt2(const UnitSlots<T>& slots, 
   LoadValues(slots, 1, codes[1]);
   WarpgroupSync(group_);
   int values[kSlots][16];
-  AddValues(slots, CoreMatrices(Operand(shared), T::kStepBytes), codes, values);
+  AddValues(slots, operand_, codes, values);
   meanwhile();
   AddSums(weight, values);
 }

@@ -25,10 +25,22 @@ struct WideTile : Tile<128, 1, 4, kPlainT> {
   static constexpr int kExtraBytes = 512 * 4 * kWarps + 512 * kWarps + 256;  // WideState
 };
 
-// What one warp copies of a unit.
+// What one warp copies of a unit, and to where in shared memory.
 struct alignas(16) UnitSource {
-  const uint8_t* from;  // A page, or null; of a BF16 unit the first key
-  int rows;             // of a BF16 unit, otherwise 0; negative: there is no such unit
+  static constexpr uint32_t kNoUnit = 0;  // The block has not so many.
+  static constexpr uint32_t kNoPage = 1;  // Of the pair's last unit
+  static constexpr uint32_t kPage = 2;
+  static constexpr uint32_t kRows = 3;  // So many BF16 rows, and above
+
+  const uint8_t* from;  // A page; of a BF16 unit the first key
+  uint32_t to;          // The page's place; of a BF16 unit the unit's
+  uint32_t packed;      // The barrier, below 2^18, and 2^20 times what is copied
+
+  __device__ __forceinline__ void Pack(uint32_t barrier, uint32_t what) {
+    packed = barrier | what << 20;
+  }
+  __device__ __forceinline__ uint32_t What() const { return packed >> 20; }
+  __device__ __forceinline__ uint32_t Barrier() const { return packed & 0xfffff; }
 };
 
 // What is behind the rings in shared memory, mostly because registers are scarce.
