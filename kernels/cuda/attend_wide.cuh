@@ -9,9 +9,10 @@
 // warpgroups in the place of warps.
 //
 // A page of 64 tokens and one KV head: 4,608 bytes; 8 products of 64 x 32 x 32 8-bit integers, 32
-// AND and about 175 other instructions in each of four warps. Bound by the issue of instructions,
-// with which wgmma hardly overlaps. On an H200 at 8 x 102,400, 128/8 heads: 183 us, 62 % of the
-// limit of memory, where mma.sync (attend_kernel.cuh) takes 250 (README.md).
+// AND and about 175 other instructions in each of four warps. Bound by instructions, issued in 53 %
+// of all clocks, and products, with which their issue hardly overlaps, in 30 %. On an H200 at 8 x
+// 102,400, 128/8 heads: 183 us, 62 % of the limit of memory, where mma.sync (attend_kernel.cuh)
+// takes 250 (README.md).
 namespace okv::cuda {
 
 #if OKV_HAS_WGMMA
@@ -77,7 +78,8 @@ __device__ __forceinline__ bool BeginWidePiece(const AttendKernelParams& params,
   return more;
 }
 
-// The piece's INT2 units from this one on are not full: there is at most one, the pair's last.
+// INT2 units of the piece before this one have all their pages; at most one has not, the pair's
+// last.
 template <class T>
 __device__ __forceinline__ int FullUnitsEnd(const Piece& piece) {
   const int full = piece.plan.int2_blocks / T::kPages - piece.int2_begin;

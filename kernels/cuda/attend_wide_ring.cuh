@@ -73,7 +73,8 @@ class WideRing {
   }
 
   // Asks for the warp's part of the group's unit `index`, each in turn; its place is index %
-  // kUnits. REQUIRES: all warps are done with unit index - kUnits.
+  // kUnits. REQUIRES: all warps are done with unit index - kUnits; the warp's lanes have met since
+  // Request(index - 1), or Find() writes over what one of them still reads.
   __device__ __forceinline__ void Request(uint32_t index) {
     if (index % 32 == 0) Find(index);
     const UnitSource source = *Found(index);

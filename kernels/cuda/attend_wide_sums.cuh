@@ -129,7 +129,7 @@ __device__ __forceinline__ void WideSums<T>::Begin(const AttendKernelParams& par
   // Through a shuffle, so that the compiler knows them to be the same in all lanes.
   group_ = __shfl_sync(~0u, threadIdx.x / 128, 0);
   warp_ = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
-  // The same: 30 moves to uniform registers a unit otherwise.
+  // Through shuffles too, or each use needs a move to a uniform register, 30 a unit.
   query_ = CoreMatrices(__shfl_sync(~0u, SharedAddress(shared.query_bytes), 0), T::kStepBytes);
   operand_ = CoreMatrices(__shfl_sync(~0u, Operand(&shared), 0), T::kStepBytes);
   half_ = warp_ / 2;
@@ -229,7 +229,7 @@ __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams&
   IssueKeys(codes(0), query_, sums[0]);
 #pragma unroll
   for (int page = 0; page < T::kPages; ++page) {
-    if (page + 1 < T::kPages) {  // Behind those of this page
+    if (page + 1 < T::kPages) {  // Queued behind the products of this page
       IssueKeys(codes(page + 1), query_, sums[(page + 1) % 2]);
       WgmmaWait<1>();
     } else {
@@ -260,7 +260,7 @@ __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams&
       for (int v = 0; v < kValues; ++v) {
         float& score = scores->score[page][v];
         const float unscale = scores->unscale[v % kA];
-        if (cap > 0.0f && score != kHidden) score = cap / unscale * tanhf(score * (unscale / cap));
+        if (cap > 0.0f) score = cap / unscale * tanhf(score * (unscale / cap));
         const int block = piece.plan.int2_first_block + piece.Int2Unit(index) * T::kPages + page;
         const int token = (block * 4 + warp_) * 16 + row_ + v / kA * 8;
         if (!Sees(params.decode.shape, v % kA, token, true)) score = kHidden;
@@ -282,7 +282,8 @@ __device__ __forceinline__ float LogFraction(uint32_t word) {
   return __saturatef(fmaf(bits, 1.0f / 128 / kLogRange, (-127.0f - kLogBegin) / kLogRange));
 }
 
-// Per row, log2 of the largest p v_scale of the warp's tokens, less 0.087, in the range's units.
+// Per row the exponent of the fixed point's unit with which the warp's tokens fit: log2 of their
+// largest p v_scale, at most 0.087 too small, less 15.9.
 template <class T>
 __device__ __forceinline__ void WideSums<T>::WriteMaxima(const UnitSlots<T>& slots,
                                                          const Scores& scores,
@@ -319,7 +320,7 @@ __device__ __forceinline__ void WideSums<T>::WriteMaxima(const UnitSlots<T>& slo
   float one = fmaxf(odd ? pairs[1] : pairs[0], __shfl_xor_sync(~0u, sent, 8));
   one = fmaxf(one, __shfl_xor_sync(~0u, one, 4));
   const int row = T::RowOf((second ? 2 : 0) + (odd ? 1 : 0), pair_);
-  // Back to units of log 2; 15.9 + 0.087 < log2(65,535).
+  // In units of log 2; 15.9 + 0.087 < log2(65,535).
   one = fmaf(one, kLogRange, kLogBegin - 15.9f);
   if ((threadIdx.x & 4) == 0) Exchange(shared, 0)[row][warp_] = one;
 }
@@ -430,8 +431,8 @@ __device__ __forceinline__ void WideSums<T>::AddValues(const UnitSlots<T>& slots
     }
     WgmmaBegin();
 #pragma unroll
-    for (int half = 0; half < kSlots; ++half) {
-      const int i = (half + page) % kSlots;  // Four products with the same sums after each other
+    for (int k = 0; k < kSlots; ++k) {
+      const int i = (k + page) % kSlots;  // The slot that the page before ended with goes on.
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         const uint64_t b = Further(operand, (4 * page + 2 * u) * T::kStepBytes);

@@ -30,12 +30,13 @@ struct alignas(16) UnitSource {
   static constexpr uint32_t kNoUnit = 0;  // The block has not so many.
   static constexpr uint32_t kNoPage = 1;  // Of the pair's last unit
   static constexpr uint32_t kPage = 2;
-  static constexpr uint32_t kRows = 3;  // So many BF16 rows, and above
+  static constexpr uint32_t kRows = 3;  // kRows + n: n BF16 rows
 
   const uint8_t* from;  // A page; of a BF16 unit the first key
   uint32_t to;          // The page's place; of a BF16 unit the unit's
-  uint32_t packed;      // The barrier, below 2^18, and 2^20 times what is copied
+  uint32_t packed;      // Bits 0 .. 19 the barrier, bits 20 .. one of the values above
 
+  // REQUIRES: barrier < 2^20: outside a cluster addresses in shared memory are below 2^18.
   __device__ __forceinline__ void Pack(uint32_t barrier, uint32_t what) {
     packed = barrier | what << 20;
   }

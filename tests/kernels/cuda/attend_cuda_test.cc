@@ -123,6 +123,23 @@ TEST_F(AttendCudaTest, MatchesFloat64WithSixteenQueryRowsAndEveryOption) {
   }
 }
 
+// More than 96 units a thread block, 32 a warpgroup: what the ring asks for is found 32 units at a
+// time.
+TEST_F(AttendCudaTest, MatchesFloat64WithSixteenQueryRowsAndManyUnitsABlock) {
+  for (const bool has_options : {false, true}) {
+    AttendCaseOptions options;
+    options.shape = Shape(has_options ? 64 : 128, 8, 128, 128);
+    options.lengths = std::vector<int32_t>(8, 100000);
+    options.lengths[3] = 77777;
+    if (has_options) {
+      options.shape.query_tokens = 2;
+      options.shape.sliding_window = 90000;
+      options.logit_softcap = 20.0f;
+    }
+    ExpectRight(options, has_options ? "2 tokens, window, softcap" : "plain");
+  }
+}
+
 class AttendCudaWindowTest : public AttendCudaTest,
                              public ::testing::WithParamInterface<uint32_t> {};
 
@@ -233,16 +250,19 @@ TEST_F(AttendCudaTest, ACapturedGraphFollowsLengthsThatChangeBetweenReplays) {
   cudaStreamDestroy(stream);
 }
 
-TEST_F(AttendCudaTest, ANanInOneRequestsQueryMakesThatRowNanAndNoOther) {
+class AttendCudaNanTest : public AttendCudaTest, public ::testing::WithParamInterface<uint32_t> {};
+
+TEST_P(AttendCudaNanTest, ANanInOneRequestsQueryMakesThatRowNanAndNoOther) {
   AttendCaseOptions options;
-  options.shape = Shape(8, 2, 128, 128);
+  const uint32_t heads = GetParam();
+  options.shape = Shape(heads, 2, 128, 128);
   options.lengths = {1000, 1000, 1000};
   options.seed = Seed();
   const AttendCase attend(options);
   attend.Check(0);
   const std::vector<uint16_t> expected = attend.Output();
   const DecodeParams params = attend.Params(0);
-  const size_t row = (1 * 8 + 3) * 128;  // Request 1, head 3
+  const size_t row = (1 * heads + 3) * 128;  // Request 1, head 3
   const uint16_t nan = 0x7fc0;
   __nv_bfloat16* query = const_cast<__nv_bfloat16*>(params.q);
   ASSERT_EQ(cudaMemcpy(query + row, &nan, sizeof(nan), cudaMemcpyHostToDevice), cudaSuccess);
@@ -256,6 +276,8 @@ TEST_F(AttendCudaTest, ANanInOneRequestsQueryMakesThatRowNanAndNoOther) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(QueryHeads, AttendCudaNanTest, ::testing::Values(8u, 32u));
 
 TEST_F(AttendCudaTest, ShapesItDoesNotSupportAreInvalidValue) {
   AttendCaseOptions options;
