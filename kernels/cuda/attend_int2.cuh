@@ -341,7 +341,12 @@ __device__ __forceinline__ void WarpSums<T>::AddInt2(const AttendKernelParams& p
   Keys(slots, score);
   if constexpr (!T::kPlain) {
     if (params.cap_log2 > 0.0f) Cap(params.cap_log2, score);
-    Hide(params, piece.plan.int2_first_block + page, score);
+    const int block = piece.plan.int2_first_block + page;
+    constexpr int kTokens = kBlockTokens;
+    if (!AllSeeInt2(params.decode.shape, piece.plan.length, block * kTokens,
+                    (block + T::kPages) * kTokens - 1)) {
+      Hide(params, block, score);
+    }
   }
   if (T::kPages == 2 && page + 1 >= piece.plan.int2_blocks) HideSecondPage(slots, score);
   float weight[T::kLaneRows];

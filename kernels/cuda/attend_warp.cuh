@@ -39,6 +39,13 @@ __device__ __forceinline__ bool SeesToken(const DecodeShape& shape, int position
   return int2 ? !recent : recent || block < static_cast<int>(shape.sink_blocks);
 }
 
+// Whether every query of a request of `length` tokens sees all int2 tokens from `first` to `last`.
+__device__ __forceinline__ bool AllSeeInt2(const DecodeShape& shape, int length, int first,
+                                           int last) {
+  return SeesToken(shape, length - static_cast<int>(shape.query_tokens), last, true) &&
+         SeesToken(shape, length - 1, first, true);
+}
+
 template <class T>
 class WarpSums {
  public:

@@ -26,7 +26,8 @@ template <class T>
 class WideSums {
  public:
   static constexpr int kA = T::kLaneRows;
-  static constexpr int kSlots = 2;   // Channel tiles of a warp
+  static constexpr int kSlots = 2;  // Channel tiles of a warp
+  static constexpr int kPageTokens = kBlockTokens;
   static constexpr int kValues = 8;  // Of a tile: rows row_ and row_ + 8 of 4 query rows
 
   // Scores of the warp's tokens of a unit.
@@ -60,6 +61,9 @@ class WideSums {
   __device__ __forceinline__ void ScorePage(const UnitSlots<T>& slots, int page,
                                             const float (&query_sum)[kA], const int (&sums)[16],
                                             Scores* scores) const;
+  // Softcap; what a query does not see, of the unit whose first token is `first`.
+  __device__ __forceinline__ void CapAndHide(const AttendKernelParams& params, int first,
+                                             Scores* scores) const;
   __device__ __forceinline__ void WriteMaxima(const UnitSlots<T>& slots, const Scores& scores,
                                               Shared<T>* shared) const;
   __device__ __forceinline__ void ReadMaxima(const Shared<T>& shared, float (&largest)[kA]) const;
@@ -215,6 +219,23 @@ __device__ __forceinline__ void WideSums<T>::ScorePage(const UnitSlots<T>& slots
 }
 
 template <class T>
+__device__ __forceinline__ void WideSums<T>::CapAndHide(const AttendKernelParams& params, int first,
+                                                        Scores* scores) const {
+  const float cap = params.cap_log2;
+#pragma unroll
+  for (int page = 0; page < T::kPages; ++page) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      float& score = scores->score[page][v];
+      const float unscale = scores->unscale[v % kA];
+      if (cap > 0.0f) score = cap / unscale * tanhf(score * (unscale / cap));
+      const int token = first + page * kPageTokens + warp_ * 16 + row_ + v / kA * 8;
+      if (!Sees(params.decode.shape, v % kA, token, true)) score = kHidden;
+    }
+  }
+}
+
+template <class T>
 __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams& params,
                                                        const Piece& piece, int index, bool is_full,
                                                        const UnitSlots<T>& slots, Shared<T>* shared,
@@ -253,18 +274,11 @@ __device__ __forceinline__ void WideSums<T>::ScoreInt2(const AttendKernelParams&
     __syncwarp();
   }
   if constexpr (!T::kPlain) {
-    const float cap = params.cap_log2;
-#pragma unroll
-    for (int page = 0; page < T::kPages; ++page) {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        float& score = scores->score[page][v];
-        const float unscale = scores->unscale[v % kA];
-        if (cap > 0.0f) score = cap / unscale * tanhf(score * (unscale / cap));
-        const int block = piece.plan.int2_first_block + piece.Int2Unit(index) * T::kPages + page;
-        const int token = (block * 4 + warp_) * 16 + row_ + v / kA * 8;
-        if (!Sees(params.decode.shape, v % kA, token, true)) score = kHidden;
-      }
+    const int first =
+        (piece.plan.int2_first_block + piece.Int2Unit(index) * T::kPages) * kPageTokens;
+    if (params.cap_log2 > 0.0f || !AllSeeInt2(params.decode.shape, piece.plan.length, first,
+                                              first + T::kPages * kPageTokens - 1)) {
+      CapAndHide(params, first, scores);
     }
   }
   WriteMaxima(slots, *scores, shared);
